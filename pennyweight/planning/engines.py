@@ -154,9 +154,9 @@ _FP8_INPUTS = {**_ONNX, "openvino": Reads(ONNX, "some inputs rounded to the neig
 
 def _row(
     text: str, example: str, cpu: Verdict, gpu: Verdict, transformers: Verdict, cpp: Verdict | str,
-    onnx: Mapping[str, Verdict] | None = None, **match: tuple[Any, ...],
+    onnx: Any = None, **match: Any,
 ) -> SpecRow:  # fmt: skip
-    """A row; cpp: a note instead of a verdict is of a GGUF type with the same codes."""
+    """A row; cpp: a note instead of a verdict is of a GGUF type with the same codes; onnx: verdicts by engine."""
     gguf = Reads(GGUF, cpp) if isinstance(cpp, str) else cpp
     read = _ONNX if onnx is None else onnx
     engines = {"vllm": cpu, "vllm-gpu": gpu, "transformers": transformers, "llama.cpp": gguf, **read}

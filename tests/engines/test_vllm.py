@@ -23,7 +23,7 @@ from torch import Tensor
 
 import pennyweight as pw
 from pennyweight.io import CheckpointError
-from pennyweight.planning.configs.aliases import CONFIGS
+from pennyweight.planning.configs.aliases import CONFIGS, algorithm_of
 from tests.engines.small_models import VOCABULARY, save_llama, save_moe
 
 pytest.importorskip("vllm", reason="vLLM is not installed; scripts/test-engines installs it")
@@ -120,15 +120,10 @@ def in_processes(folder: Path, **options: Any) -> list[list[int]]:
     return json.loads(lines[0].removeprefix("TOKENS "))
 
 
-def reads_folder(name: str) -> bool:
-    """Whether a short name stands for a config that needs no calibration."""
-    return not name.endswith("-awq")
-
-
 # -- native folders --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in CONFIGS if reads_folder(n)])
+@pytest.mark.parametrize("name", [n for n in CONFIGS if not algorithm_of(n)])
 def test_native_folder(name: str, llama: Path, tmp_path: Path) -> None:
     """The same tokens as transformers; where inputs are rounded as well, nearly the same log-probabilities."""
     folder = quantized(llama, tmp_path / "small", name)
@@ -227,7 +222,7 @@ def test_quantizing_while_loading(llama: Path, tmp_path: Path) -> None:
     given = {"quant_method": "pennyweight", "config": "int4"}
     assert vllm_tokens(llama, quantization="pennyweight", hf_overrides={"quantization_config": given}) == on_disk
     config = pw.FqnToConfig({"lm_head": None, "_default": pw.Int8WeightOnlyConfig()})
-    (tmp_path / "config.json").write_text(json.dumps(config.to_json()) if hasattr(config, "to_json") else "")
+    (tmp_path / "config.json").write_text(config.to_json())
     mixed = vllm_tokens(quantized(llama, tmp_path / "mixed", config))
     file = {"quantization_config_file": str(tmp_path / "config.json")}
     assert vllm_tokens(llama, quantization="pennyweight", hf_overrides=file) == mixed
@@ -279,14 +274,19 @@ def test_broken_folders_are_refused(llama: Path, tmp_path: Path) -> None:
         vllm_tokens(folder)
 
 
+def test_a_float_model_needs_a_config(llama: Path) -> None:
+    with pytest.raises(Exception, match="--quantization pennyweight-int4"):
+        vllm_tokens(llama, quantization="pennyweight")
+
+
 def test_devices_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
 
     from pennyweight.integrations.vllm.config import PennyweightVllmConfig
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    with pytest.raises(ValueError, match=r"kernels run on CPUs.*--to compressed-tensors"):
-        PennyweightVllmConfig()
+    with pytest.raises(ValueError, match=r"kernels run on CPUs.*--for vllm-gpu"):
+        PennyweightVllmConfig(quantized=True)
 
 
 # -- as users run it -------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.platforms import current_platform
 
 from ...planning.configs import AOBaseConfig
-from ...planning.configs.aliases import CONFIGS, by_name
+from ...planning.configs.aliases import CONFIGS, algorithm_of, by_name
+from ...planning.configs.files import read_config
 from ...planning.configs.serialize import config_from_data
 
 METHOD = "pennyweight"
@@ -24,13 +25,15 @@ class PennyweightVllmConfig(QuantizationConfig):
     config  None: the checkpoint's weights are quantized. Else the config that quantizes its float weights while they
             are loaded, as :func:`pennyweight.quantize_checkpoint` would
     skip    names of modules that stay float, as for ``pw.quantize_``
+    quantized  whether the checkpoint is
 
     From Python, with any config: ``LLM(folder, quantization="pennyweight", hf_overrides={"quantization_config":
     {"quant_method": "pennyweight", "config": "int4", "skip": ["lm_head"]}})``; "config" is a short name, or the data
-    that ``to_json`` of a config writes. ``hf_overrides={"quantization_config_file": "config.json"}`` reads it from a
-    file.
+    of a config. ``hf_overrides={"quantization_config_file": "config.yaml"}`` reads a file as for ``pennyweight quantize
+    --config``.
 
-    Raises ValueError on a device other than the CPU: our kernels run on CPUs only.
+    Raises ValueError on a device other than the CPU, because our kernels run on CPUs only, and for a float model without
+    a config.
     """
 
     short_name: ClassVar[str] = ""  # of the config that the method's name gives
@@ -40,6 +43,11 @@ class PennyweightVllmConfig(QuantizationConfig):
         _check_device()
         if config is None and self.short_name:
             config = by_name(self.short_name)
+        if config is None and not quantized:
+            raise ValueError(
+                "the model is not quantized, so pennyweight needs a config: --quantization pennyweight-int4 or another "
+                "short name, or one in hf_overrides (docs/serving.md)"
+            )
         self.config = config
         self.skip = skip
         self.quantized = quantized
@@ -88,9 +96,8 @@ class PennyweightVllmConfig(QuantizationConfig):
 
     @classmethod
     def from_config_file(cls, path: str) -> PennyweightVllmConfig:
-        """From a JSON file with the data of a config."""
-        with open(path, encoding="utf-8") as file:
-            return cls.from_config_dict_json(file.read())
+        """From a file as for ``pennyweight quantize --config``, YAML or JSON."""
+        return cls(read_config(path))
 
     @classmethod
     def override_quantization_method(
@@ -121,13 +128,13 @@ def _check_device() -> None:
     if not current_platform.is_cpu():
         raise ValueError(
             f"pennyweight's kernels run on CPUs, and vLLM runs on {current_platform.device_name}. Convert the folder "
-            "to a format with kernels there: pennyweight convert FOLDER OUT --to compressed-tensors"
+            "to a format with kernels there: pennyweight convert FOLDER OUT --for vllm-gpu"
         )
 
 
 def register() -> None:
     """Register "pennyweight" and "pennyweight-NAME" for each short config name."""
     register_quantization_config(METHOD)(PennyweightVllmConfig)
-    for name in CONFIGS:
+    for name in (n for n in CONFIGS if not algorithm_of(n)):  # an algorithm needs calibration data
         cls = type(f"PennyweightVllmConfig_{name}", (PennyweightVllmConfig,), {"short_name": name})
         register_quantization_config(f"{METHOD}-{name}")(cls)

@@ -183,7 +183,7 @@ def _from_yaml(path: str, text: str) -> Any:
     yaml = _yaml(path)
     base: Any = yaml.SafeLoader
 
-    class Loader(base):  # type: ignore[misc]
+    class Loader(base):
         """Refuses what a config does not need: duplicate keys, of which the last would win, and aliases."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
