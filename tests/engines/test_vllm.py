@@ -287,6 +287,7 @@ def test_devices_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     with pytest.raises(ValueError, match=r"kernels run on CPUs.*--for vllm-gpu"):
         PennyweightVllmConfig(quantized=True)
+    monkeypatch.undo()
 
 
 # -- as users run it -------------------------------------------------------------------------------------------------
@@ -306,20 +307,27 @@ def test_tensor_parallel_experts_and_embeddings(moe: Path, tied: Path, tmp_path:
     assert in_processes(folder, tensor_parallel_size=2) == transformers_tokens(folder)
 
 
+def test_short_names_in_processes(llama: Path, tmp_path: Path) -> None:
+    """The config of a short name reaches the other processes of the engine."""
+    folder = quantized(llama, tmp_path / "small", "int8")
+    assert in_processes(llama, quantization="pennyweight-int8") == transformers_tokens(folder)
+
+
 def test_compiled(llama: Path, tmp_path: Path) -> None:
     folder = quantized(llama, tmp_path / "small", "int4")
     assert in_processes(folder, enforce_eager=False) == transformers_tokens(folder)
 
 
 def test_vllms_torchao_method(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It quantizes with torchao's names, which are ours."""
+    """It quantizes with torchao's names, which are ours. In bfloat16, because it quantizes what the engine has cast."""
     given = '{"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}'
     monkeypatch.setenv("PENNYWEIGHT_TORCHAO", "1")
-    theirs = in_processes(llama, quantization="torchao", hf_overrides={"quantization_config_dict_json": given})
+    options = {"dtype": "bfloat16", "hf_overrides": {"quantization_config_dict_json": given}}
+    theirs = in_processes(llama, quantization="torchao", **options)
     config = pw.FqnToConfig({"lm_head": None, "_default": pw.Int8WeightOnlyConfig()})  # their method leaves heads float
     names = {"quant_method": "pennyweight", "config": pw.planning.configs.serialize.config_to_data(config)}
-    ours = in_processes(llama, quantization="pennyweight", hf_overrides={"quantization_config": names})
-    assert theirs == ours
+    options["hf_overrides"] = {"quantization_config": names}
+    assert in_processes(llama, quantization="pennyweight", **options) == theirs
 
 
 def test_serve(llama: Path, tmp_path: Path) -> None:

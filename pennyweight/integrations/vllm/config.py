@@ -32,8 +32,8 @@ class PennyweightVllmConfig(QuantizationConfig):
     of a config. ``hf_overrides={"quantization_config_file": "config.yaml"}`` reads a file as for ``pennyweight quantize
     --config``.
 
-    Raises ValueError on a device other than the CPU, because our kernels run on CPUs only, and for a float model without
-    a config.
+    Raises ValueError on a device other than the CPU, because our kernels run on CPUs only, and for a float model
+    without a config.
     """
 
     short_name: ClassVar[str] = ""  # of the config that the method's name gives
@@ -51,6 +51,9 @@ class PennyweightVllmConfig(QuantizationConfig):
         self.config = config
         self.skip = skip
         self.quantized = quantized
+
+    def __reduce__(self) -> tuple[Any, ...]:  # vLLM sends it to other processes; classes of short names have no module
+        return _rebuild, (self.short_name, self.__dict__)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config!r}, skip={self.skip!r}, quantized={self.quantized})"
@@ -132,9 +135,21 @@ def _check_device() -> None:
         )
 
 
+_CLASSES: dict[str, type[PennyweightVllmConfig]] = {"": PennyweightVllmConfig} | {
+    name: type(f"PennyweightVllmConfig[{name}]", (PennyweightVllmConfig,), {"short_name": name})
+    for name in CONFIGS
+    if not algorithm_of(name)  # an algorithm needs calibration data
+}
+
+
+def _rebuild(short_name: str, state: dict[str, Any]) -> PennyweightVllmConfig:
+    cls = _CLASSES[short_name]
+    out = cls.__new__(cls)
+    out.__dict__.update(state)
+    return out
+
+
 def register() -> None:
     """Register "pennyweight" and "pennyweight-NAME" for each short config name."""
-    register_quantization_config(METHOD)(PennyweightVllmConfig)
-    for name in (n for n in CONFIGS if not algorithm_of(n)):  # an algorithm needs calibration data
-        cls = type(f"PennyweightVllmConfig_{name}", (PennyweightVllmConfig,), {"short_name": name})
-        register_quantization_config(f"{METHOD}-{name}")(cls)
+    for cls in _CLASSES.values():
+        register_quantization_config(cls.get_name())(cls)
