@@ -4,9 +4,9 @@
 
 Run it in the environment that ``scripts/test-engines`` makes, on an otherwise idle machine. The model is the Llama of
 ``benchmarks.models`` (0.85 B parameters, random weights). Ways: bfloat16; vLLM's own int8 (W8A8) and int4 layers, from
-compressed-tensors files that ``convert`` writes; ours from native folders: int8-dynamic, int4 and a mixture of 4.25
-bits per weight. Each way is a server of its own, started in turn; ``vllm bench serve`` sends prompts of 128 random
-tokens and asks for 64 (8 at 32 requests at once, which would take minutes otherwise), after one request to warm up.
+compressed-tensors files that ``convert`` writes; ours from native folders: int8-dynamic, int4 and a mixture of
+int4 in groups of 64 and 128 with an int8 output layer. Each way is a server of its own, started in turn; ``vllm bench
+serve`` sends prompts of 128 random tokens and asks for 64 (32 at 32 requests at once), after one request to warm up.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def wait(server: subprocess.Popen[bytes], log: Path) -> None:
 def measure(
     way: str, folder: Path, parallel: int, n: int, pid: int, env: dict[str, str], vllm: str, scratch: Path
 ) -> Row:
-    """Send n requests at once, twice as many in all (one at a time: three)."""
+    """Send n requests at once; three if n is 1."""
     result = scratch / "result.json"
     result.unlink(missing_ok=True)
     command = [vllm, "bench", "serve", "--model", str(folder), "--port", str(PORT), "--dataset-name", "random",

@@ -279,6 +279,18 @@ def test_a_float_model_needs_a_config(llama: Path) -> None:
         vllm_tokens(llama, quantization="pennyweight")
 
 
+def test_a_weight_that_arrives_twice_counts_once() -> None:
+    """A second copy does not stand for a part that is missing."""
+    from pennyweight.integrations.vllm.linear import Pending, Piece
+
+    pending = Pending(rows=4, columns=2)
+    for _ in range(2):
+        pending.add(Piece(0, 2, torch.ones(2, 2, device="cpu", dtype=torch.float32)))
+    assert pending.missing() == 2
+    pending.add(Piece(2, 2, None))
+    assert pending.missing() == 0
+
+
 def test_devices_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
 

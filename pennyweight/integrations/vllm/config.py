@@ -50,13 +50,12 @@ class PennyweightVllmConfig(QuantizationConfig):
             )
         self.config = config
         self.skip = skip
-        self.quantized = quantized
 
     def __reduce__(self) -> tuple[Any, ...]:  # vLLM sends it to other processes; classes of short names have no module
         return _rebuild, (self.short_name, self.__dict__)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.config!r}, skip={self.skip!r}, quantized={self.quantized})"
+        return f"{type(self).__name__}({self.config!r}, skip={self.skip!r})"
 
     @classmethod
     def get_name(cls) -> str:  # type: ignore[override]

@@ -37,7 +37,10 @@ class PennyweightExpertsMethod(FusedMoEMethodBase):
         self.prefix = prefix
         if moe.activation not in ACTIVATIONS or not moe.is_act_and_mul or moe.has_bias:
             what = "biases" if moe.has_bias else f"activation {moe.activation.value}"
-            raise ValueError(f"{prefix}: pennyweight does not compute experts with {what}; put them on the skip list")
+            raise ValueError(
+                f"{prefix}: pennyweight does not compute experts with {what}; serve the float model, or a file of "
+                "pennyweight convert --for vllm"
+            )
 
     def create_weights(
         self,
@@ -88,7 +91,7 @@ class PennyweightExpertsMethod(FusedMoEMethodBase):
                 for start, length, first in found:
                     piece = cut(w, sharded, first, length, weight_name)
                     at = 0 if sharded else start
-                    pending[expert].pieces.append(Piece(at, piece.shape[0], piece))
+                    pending[expert].add(Piece(at, piece.shape[0], piece))
             return here if return_success else None
 
         return weight_loader
@@ -103,7 +106,7 @@ class PennyweightExpertsMethod(FusedMoEMethodBase):
                     raise ValueError(
                         f"{self.prefix}.{name}: expert {e} has {each.missing()} of {each.rows} rows missing"
                     )
-                experts.append([part.weight for part in merge(each.pieces)])
+                experts.append([part.weight for part in merge(each.pieces.values())])
             stacked = _stacked(experts)
             if stacked is not None:
                 weight = prepare(stacked, ("bmm",), dtype)

@@ -40,15 +40,19 @@ class Piece:
 
 @dataclass
 class Pending:
-    """What has arrived for a layer: pieces of its local weight [rows, columns]."""
+    """What has arrived for a layer: pieces of its local weight [rows, columns], by their first row."""
 
     rows: int
     columns: int
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: dict[int, Piece] = field(default_factory=dict)
+
+    def add(self, piece: Piece) -> None:
+        """Keep a piece. One that arrives again, such as a tied weight under its second name, replaces the former."""
+        self.pieces[piece.start] = piece
 
     def missing(self) -> int:
         """The number of rows that have not arrived."""
-        return self.rows - sum(piece.rows for piece in self.pieces)
+        return self.rows - sum(piece.rows for piece in self.pieces.values())
 
 
 def index_map(load: Callable[..., Any], size: int, local: int, axis: int, args: tuple[Any, ...]) -> Tensor:
@@ -97,7 +101,7 @@ def cut(w: Tensor, axis: int, start: int, length: int, layer: str) -> Tensor:
     return piece
 
 
-def merge(pieces: list[Piece]) -> list[Piece]:
+def merge(pieces: Iterable[Piece]) -> list[Piece]:
     """Pieces in order, joined where they can be stored together: same spec, and scales not shared by all rows."""
     out: list[Piece] = []
     for piece in sorted(pieces, key=lambda p: p.start):
@@ -156,6 +160,8 @@ class PennyweightLinearMethod(LinearMethodBase):
         """Keep the rows and columns of w that belong to this rank."""
         try:
             columns = [(0, pending.columns, 0)]
+            if w.ndim != 2:
+                raise ValueError("not a matrix")
             if w.shape[1:] != (pending.columns,):
                 columns = list(runs(index_map(load, w.shape[1], pending.columns, 1, args)))
             rows = list(runs(index_map(load, w.shape[0], pending.rows, 0, args)))
@@ -172,7 +178,7 @@ class PennyweightLinearMethod(LinearMethodBase):
         w = cut(w, 1, columns[0][2], pending.columns, self.prefix)
         for start, length, first in rows:
             piece = None if first < 0 else cut(w, 0, first, length, self.prefix)
-            pending.pieces.append(Piece(start, length, piece))
+            pending.add(Piece(start, length, piece))
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Join the pieces and pack them for their kernels."""
@@ -181,7 +187,7 @@ class PennyweightLinearMethod(LinearMethodBase):
             return
         if pending.missing():
             raise ValueError(f"{self.prefix}: {pending.missing()} of {pending.rows} rows of its weight were not loaded")
-        parts = merge(pending.pieces)
+        parts = merge(pending.pieces.values())
         while parts and parts[-1].weight is None:  # padding behind the last row
             parts.pop()
         dtype = layer.weight.dtype

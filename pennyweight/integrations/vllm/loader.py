@@ -21,7 +21,7 @@ from ...core.tensor import AffineQuantizedTensor
 from ...io.checkpoint import Checkpoint, open_checkpoint
 from ...io.detect_format import open as open_any
 from ...io.meta_model import outline
-from ...planning.plan import Plan, plan
+from ...planning.plan import plan
 from .config import PennyweightVllmConfig
 from .linear import check_complete
 
@@ -79,22 +79,17 @@ def _quantizing(folder: str, config: PennyweightVllmConfig, opened: ExitStack) -
     assert config.config is not None
     todo = plan(outline(source)[0], config.config, skip=config.skip)
     logging.getLogger("vllm.pennyweight").info("pennyweight quantizes %d weights of %s", len(todo.active), folder)
-    schemes = _schemes(todo)
+    rows = {place.name: row for row in todo.rows for place in row.places}
     for name, i in source.where.items():
         file, e = source.files[i], source.entry(name)
         x = file.read(name, 0, e.numel).reshape(e.shape)
-        row = schemes.get(name)
+        row = rows.get(name)
         if row is None or row.scheme is None:
             yield name, x
             continue
         flip = row.site is not None and row.site.transposed
         w, _ = quantize_weight(x.transpose(-2, -1) if flip else x, row.scheme, name)
         yield name, w.transpose(-2, -1) if flip else w
-
-
-def _schemes(todo: Plan) -> dict[str, Any]:
-    """Row by each name of its parameter."""
-    return {place.name: row for row in todo.rows for place in row.places}
 
 
 def register() -> None:
