@@ -2,8 +2,9 @@
 
     python -m benchmarks.overview
 
-Reads measured rows only: the weights table of the language model in docs/accuracy.md, and benchmarks/models/measured.json.
-Writes docs/overview-light.svg and docs/overview-dark.svg. Every case of the second is drawn, lost ones included.
+Reads measured rows only: the weights table of the language model in docs/accuracy.md, and
+benchmarks/models/measured.json. Writes docs/overview-light.svg and docs/overview-dark.svg. Every case of speed is
+drawn, lost ones included.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def draw(accuracy: list[Point], models: dict[str, Any], path: Path, text: str, g
         right.xaxis.set_minor_locator(NullLocator())
         right.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
         right.set_yticks(at, [f"{v.case}, {v.bits} bits" for v in found], fontsize=7)
-        right.set_title("Speed on a CPU relative to the fastest other library (higher is better)", fontsize=10)
+        right.set_title("Speed relative to the fastest other library (higher is better)", fontsize=10)
         right.grid(alpha=0.6, axis="x")
         for axis in (left, right):
             axis.set_facecolor("none")

@@ -77,8 +77,8 @@ def test_the_commands_run(model_hub: Hub, tmp_path: Path, monkeypatch: pytest.Mo
     tokenizer(folder)
     model_hub.add("org/model", {f.name: f.read_bytes() for f in folder.iterdir()})
     for line in lines:
+        monkeypatch.setattr(sys, "argv", shlex.split(line.partition(" #")[0]))
         with pytest.raises(SystemExit) as ended:
-            monkeypatch.setattr(sys, "argv", shlex.split(line.partition(" #")[0]))
             main()
         assert ended.value.code in (0, None), line
     assert (tmp_path / "model.gguf").stat().st_size > 1000
@@ -108,7 +108,8 @@ def test_accuracy_is_that_of_the_measured_page() -> None:
 CASES = (
     (("MiniLM 1x128", 8), ("MiniLM 32x128", 8)),
     (("ResNet-18, 1 image", 8), ("MobileNetV2, 1 image", 8)),
-    (("Llama 0.85B, prompt of 128", 4), ("Llama 0.85B, decode at 128", 4), ("Llama 0.85B, decode at 128, 8 sequences", 4)),
+    (("Llama 0.85B, prompt of 128", 4), ("Llama 0.85B, decode at 128", 4),
+     ("Llama 0.85B, decode at 128, 8 sequences", 4)),
 )  # fmt: skip
 
 
