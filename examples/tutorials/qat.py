@@ -1,6 +1,6 @@
 """Quantization-aware training: a small network on handwritten digits with 2-bit weights.
 
-python examples/qat.py        (needs scikit-learn for the digits)
+python examples/tutorials/qat.py        (needs scikit-learn for the digits)
 """
 
 import copy
