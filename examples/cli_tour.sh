@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The command line on one model: plan, quantize, inspect, compare, explain, convert, report.
+# The command line on one model: quantize, inspect, eval, convert, report.
 #
 #     pip install "pennyweight[hf,report]"
 #     examples/cli_tour.sh OUT_DIR [MODEL_DIR]        # without MODEL_DIR: a small Llama with random weights
@@ -29,10 +29,8 @@ run() { # prints a command before it runs
     "$@"
 }
 
-run pennyweight quantize "$model" "$out/small" --config int4 --group-size 64 --embeddings int8 --dry-run # writes nothing
 run pennyweight quantize "$model" "$out/small" --config int4 --group-size 64 --embeddings int8
 run pennyweight inspect "$out/small"
 run pennyweight eval "$model" "$out/small" --text "$text"
-run pennyweight explain "$out/small" model.layers.0.mlp.up_proj
 run pennyweight convert "$out/small" "$out/model.gguf" --to gguf
 run pennyweight report "$out/small" --float "$model" --text "$text" --out "$out/report.html"

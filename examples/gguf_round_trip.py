@@ -7,7 +7,6 @@ The model is a small Llama that learns this sentence by heart. llama.cpp runs if
 """
 
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -47,10 +46,10 @@ def main(out: str) -> None:
     model = pw.load(file, AutoModelForCausalLM.from_pretrained(folder))  # stays quantized
     ours = model.generate(ids[:, :4], max_new_tokens=24, do_sample=False)[0, 4:].tolist()
     print(f"Pennyweight: {tokens.decode(ours)!r}")
-    if find_spec("llama_cpp") is None:
+    try:
+        from llama_cpp import Llama
+    except ImportError:
         return print("llama.cpp: not compared, llama-cpp-python is not installed")
-    from llama_cpp import Llama
-
     stream = Llama(str(file), n_ctx=64, verbose=False).generate(ids[0, :4].tolist(), temp=0.0)
     theirs = [token for _, token in zip(range(24), stream, strict=False)]
     print(f"llama.cpp:   {tokens.decode(theirs)!r}\n{sum(map(int.__eq__, ours, theirs))} of 24 tokens equal")

@@ -46,7 +46,7 @@ def main(out: str) -> None:
     calibration, test = batches(16, seed=1), batches(8, seed=2)
     int4 = pw.Int4WeightOnlyConfig(group_size=128)  # 4.5 bits per weight, scales and offsets included
     mixture = pw.search(model, calibration, "4.5 bpw", skip=["lm_head"]).config
-    for name, config, algorithm in [("nearest", int4, None), ("GPTQ", int4, "gptq"), ("mixture", mixture, "gptq")]:
+    for name, config, algorithm in [("nearest", int4, "nearest"), ("gptq", int4, "gptq"), ("mixture", mixture, "gptq")]:
         small = copy.deepcopy(model)
         report = pw.quantize_(small, config, skip=["lm_head"], calibration=calibration, algorithm=algorithm)
         print(report if name == "mixture" else report.summary())  # bits, error and kernel of each layer
