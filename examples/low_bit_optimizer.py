@@ -30,7 +30,7 @@ def network() -> nn.Sequential:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Tensor]) -> float:
     """The mean loss of the last 50 steps, in nats per byte."""
-    losses = []
+    losses: list[float] = []
     for window in data:
         loss = nn.functional.cross_entropy(model(window[:, :-1]), window[:, -1])
         loss.backward()
