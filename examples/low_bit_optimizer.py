@@ -1,7 +1,9 @@
 """Train with AdamW whose states take 8 bits, or 4, beside torch's: bytes of the states and final losses.
 
-pip install pennyweight
-python examples/low_bit_optimizer.py
+A small network learns the sources of Python's standard library: to predict a byte from the 16 before it.
+
+    pip install pennyweight
+    python examples/low_bit_optimizer.py
 """
 
 import sysconfig
@@ -22,14 +24,12 @@ def batches(count: int) -> list[Tensor]:
 
 
 def network() -> nn.Sequential:
-    """Predicts a byte from the 16 before it."""
     torch.manual_seed(0)
     hidden = [nn.Linear(16 * 32, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 256)]
     return nn.Sequential(nn.Embedding(256, 32), nn.Flatten(), *hidden)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Tensor]) -> float:
-    """The mean loss of the last 50 steps, in nats per byte."""
     losses: list[float] = []
     for window in data:
         loss = nn.functional.cross_entropy(model(window[:, :-1]), window[:, -1])
@@ -37,7 +37,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Tensor]
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return sum(losses[-50:]) / 50
+    return sum(losses[-50:]) / 50  # nats per byte
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

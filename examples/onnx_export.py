@@ -1,7 +1,9 @@
 """Export a quantized model to ONNX and run it in onnxruntime: the stored codes, the same numbers.
 
-pip install "pennyweight[onnx]"
-python examples/onnx_export.py model.onnx
+For transformers text models, `pennyweight export-onnx MODEL_DIR model.onnx` is enough.
+
+    pip install "pennyweight[onnx]"
+    python examples/onnx_export.py model.onnx
 """
 
 import sys
