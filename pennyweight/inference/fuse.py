@@ -19,7 +19,7 @@ from . import check_block as checks
 from .bound_block import Bound
 from .derive_recipe import derive
 from .detect_changes import attributes, module_classes, own_class, refusal
-from .examples import Observed, candidates, examples, observe
+from .examples import Observed, candidates, examples, observe, roots
 from .freeze import _scheme, freeze_
 from .fuse_conv_net import FusedConvNet, chained_convolutions, fuse_nets
 from .fused_module import FusedModule, Kind, fuse_class_
@@ -82,8 +82,8 @@ def fuse_(model: nn.Module, example: Any = None) -> Report:
     reason why it is not, and one for each quantized parameter.
 
     example   an input of the model: a tensor, a tuple of arguments, or a mapping of keyword arguments. Default: made
-              from the config for models of transformers, random rows for nn.TransformerEncoder, random images for
-              convolution nets
+              from the config for models of transformers (also as a part, as in a SentenceTransformer), random rows for
+              nn.TransformerEncoder, random images for convolution nets
 
     The model is run once on the example, to see how it calls its blocks. A block is recognized by what it computes, not
     by its class: norms, attention and gated or plain MLPs around quantized linear layers (docs/fuse.md). It is then run
@@ -161,6 +161,19 @@ def _observed(model: nn.Module, blocks: dict[str, nn.Module], example: Any) -> t
         return {}, "no transformer blocks with quantized layers were found"
     if example is not None:
         return observe(model, blocks, example), ""
+    seen: dict[str, Any] = {}
+    problem = ""
+    for root, part in roots(model).items():
+        inside = {name: block for name, block in blocks.items() if name.startswith(f"{root}." if root else "")}
+        if inside:
+            calls, missing = _observed_alone(part, inside)
+            seen |= calls
+            problem = problem or missing
+    return seen, problem
+
+
+def _observed_alone(model: nn.Module, blocks: dict[str, nn.Module]) -> tuple[dict[str, Any], str]:
+    """The same for a model without an example: one is made."""
     error: Exception | None = None
     for made in examples(model, next(iter(blocks.values()))):
         try:

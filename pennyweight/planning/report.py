@@ -137,8 +137,9 @@ class Report:
         """One line."""
         q, s = len(self.quantized), len(self.skipped)
         before, after = self.bytes_before, self.bytes_after
-        line = f"{q} parameters {self.verb}, {s} left alone; {size(before)} -> {size(after)}"
-        line += f" ({before / after:.2f}x smaller)" if after and before >= after else ""
+        line = f"{q} parameters {self.verb}, {s} left alone; {size(before)}"
+        line += f" -> {size(after)}" if after != before else ""
+        line += f" ({before / after:.2f}x smaller)" if after and before > after else ""
         return line + (f"; {len(self.slower)} are slower than float here" if self.slower else "")
 
     def to_dict(self) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Scripts without a tutorial: those that need a model from PyPI, a harness or a while; and the page that tells of each
-ELSEWHERE = {"demo": "README.md", "lm_harness": "docs/report.md", "qlora": "docs/training.md"}
+# Scripts without a tutorial: those that need a model from PyPI or a harness; and the page that describes each
+ELSEWHERE = {"lm_harness": "docs/report.md", "qlora": "docs/training.md"}
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 
 
@@ -28,13 +28,13 @@ def stands_in(quoted: str, lines: list[str]) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_a_page_quotes_its_script(page: Path) -> None:
-    script = ROOT / "examples" / f"{page.stem}.py"
+    script = ROOT / "examples" / "tutorials" / f"{page.stem}.py"
     lines = script.read_text(encoding="utf-8").split("\n")
     quotes = fences(page, "python")
     assert quotes
     for quoted in quotes:
         assert stands_in(quoted, lines), f"{page.name} quotes what is not in {script.name}:\n{quoted}"
-    assert f"(../../examples/{script.name})" in page.read_text(encoding="utf-8")
+    assert f"(../../examples/tutorials/{script.name})" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
@@ -44,10 +44,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_each_script_has_a_page_and_the_readme_links_it() -> None:
-    scripts = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    scripts = {path.stem for path in (ROOT / "examples" / "tutorials").glob("*.py")}
     assert scripts - ELSEWHERE.keys() == {page.stem for page in PAGES}
     for name, page in ELSEWHERE.items():
-        assert re.search(rf"(examples|scripts)/{name}\b", (ROOT / page).read_text(encoding="utf-8"))
+        assert re.search(rf"examples/tutorials/{name}\b", (ROOT / page).read_text(encoding="utf-8"))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for page in PAGES:
         assert f"(docs/tutorials/{page.name})" in readme

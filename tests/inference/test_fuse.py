@@ -92,6 +92,25 @@ def test_the_report_lists_blocks_and_layers() -> None:
     assert set(blocks_of(again).values()) == {""}
 
 
+def test_models_of_transformers_inside_another_need_no_example() -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.text, self.other = model_of("bert"), model_of("llama")
+
+        def forward(self, features: dict[str, Tensor]) -> Tensor:
+            return torch.cat([states(part(**features)) for part in (self.text, self.other)], -1)
+
+    model = Towers().eval()
+    batch = {"input_ids": torch.arange(10).reshape(2, 5)}
+    with torch.no_grad():
+        expected = model(batch)
+        blocks = blocks_of(pw.fuse_(model))
+        assert len(blocks) == 4
+        assert set(blocks.values()) == {""}
+        assert error(model(batch), expected) < LIMITS[torch.float32]
+
+
 def test_a_second_call_and_thaw_() -> None:
     model = model_of("llama")
     first = blocks_of(pw.fuse_(model))

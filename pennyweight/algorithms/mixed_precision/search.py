@@ -137,7 +137,7 @@ class Search:
             table.add_column(name, justify="left" if left else "right", overflow="fold")
         for name, options in self.table.items():
             one = options[self.chosen[name]]
-            rest = ", ".join(f"{o.scheme.split('[')[0]} {o.loss:.2g}" for o in options if o is not one)
+            rest = ", ".join(f"{o.scheme.split(',')[0]} {o.loss:.2g}" for o in options if o is not one)
             took = [duration(one.seconds or 0.0)] if timed else []
             table.add_row(*map(Text, (name, one.scheme, size(one.nbytes), *took, f"{one.loss:.2g}", rest)))
         out = StringIO()

@@ -1,6 +1,6 @@
 """Log the operations that a model calls, before and after it is quantized.
 
-python examples/logging_tensor.py
+python examples/tutorials/logging_tensor.py
 """
 
 from collections import Counter

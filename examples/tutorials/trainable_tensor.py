@@ -1,6 +1,6 @@
 """Train quantized weights: a differentiable constructor, gradients, and optimizers that write into the codes.
 
-python examples/trainable_tensor.py
+python examples/tutorials/trainable_tensor.py
 """
 
 import copy

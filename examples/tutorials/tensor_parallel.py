@@ -1,6 +1,6 @@
 """Tensor parallel: the weights of a quantized MLP sharded by columns and by rows over two processes with DTensor.
 
-python examples/tensor_parallel.py
+python examples/tutorials/tensor_parallel.py
 """
 
 import copy

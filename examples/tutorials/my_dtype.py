@@ -1,6 +1,6 @@
 """A new data type: as one line of data, or, if that is not enough, as a tensor class with generated operations.
 
-python examples/my_dtype.py
+python examples/tutorials/my_dtype.py
 """
 
 import copy

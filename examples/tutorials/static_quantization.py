@@ -1,6 +1,6 @@
 """Static quantization: fix the scale of each layer's input in advance, from calibration data.
 
-python examples/static_quantization.py
+python examples/tutorials/static_quantization.py
 """
 
 import copy

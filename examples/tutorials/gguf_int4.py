@@ -1,6 +1,6 @@
 """From a GGUF file to torch's int4 kernel: unpack Q4_0, pack for the CPU, multiply. And the same in one line.
 
-python examples/gguf_int4.py
+python examples/tutorials/gguf_int4.py
 """
 
 import tempfile

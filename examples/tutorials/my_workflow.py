@@ -1,6 +1,6 @@
 """Custom configs: one that returns a scheme for each layer, one with a handler that may transform a module.
 
-python examples/my_workflow.py
+python examples/tutorials/my_workflow.py
 """
 
 import copy

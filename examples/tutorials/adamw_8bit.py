@@ -1,6 +1,6 @@
 """Train with 8-bit and 4-bit optimizer states: the same losses, a quarter and a seventh of the state memory.
 
-python examples/adamw_8bit.py
+python examples/tutorials/adamw_8bit.py
 """
 
 import copy

@@ -1,7 +1,7 @@
 """Quantized models in the lm-eval harness (EleutherAI): a custom task, offline.
 
 pip install lm-eval
-python examples/lm_harness.py
+python examples/tutorials/lm_harness.py
 
 A small Llama is trained for some twenty seconds on the sources of Python's standard library, byte by byte, and
 quantized with three configs; the harness measures bits per byte on modules that were not in the training data. Models

@@ -1,6 +1,6 @@
 """Quantize a model, read the report, save it, load it, and run it without the tensor subclass.
 
-python examples/first_model.py
+python examples/tutorials/first_model.py
 """
 
 import copy

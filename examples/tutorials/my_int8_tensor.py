@@ -1,6 +1,6 @@
 """Two ways to quantize by hand, a module swap and a tensor subclass, and the same result with Pennyweight.
 
-python examples/my_int8_tensor.py
+python examples/tutorials/my_int8_tensor.py
 """
 
 import copy

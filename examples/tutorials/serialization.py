@@ -1,6 +1,6 @@
 """Save and load: the native safetensors format, torch.save, state dicts, models on the meta device.
 
-python examples/serialization.py
+python examples/tutorials/serialization.py
 """
 
 import tempfile

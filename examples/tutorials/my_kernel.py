@@ -1,6 +1,6 @@
 """A custom kernel and the layout that it reads, in one file: five ternary weights per byte.
 
-python examples/my_kernel.py
+python examples/tutorials/my_kernel.py
 """
 
 import math

@@ -1,7 +1,7 @@
 """Pre-train a tiny byte-level language model in low precision, on the sources of Python's standard library.
 
-python examples/pretrain.py --recipe rowwise
-python examples/pretrain.py --recipe "int8 weights" --steps 400 --file run.pt --plot losses.png
+python examples/tutorials/pretrain.py --recipe rowwise
+python examples/tutorials/pretrain.py --recipe "int8 weights" --steps 400 --file run.pt --plot losses.png
 """
 
 import argparse

