@@ -92,9 +92,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", LISTED, ids=name_of)
-def test_figures_are_those_of_the_measured_page_that_the_line_links(page: Path) -> None:
-    """In a line that links a page of measurements, each number with a decimal point is on one of these pages."""
-    for line in prose(page).splitlines():
+def test_figures_are_those_of_the_measured_page_that_is_linked_beside_them(page: Path) -> None:
+    """In a paragraph or row that links a page of measurements, each number with a point is on one of these pages."""
+    for line in re.split(r"\n\n|\n(?=\|)", prose(page)):
         files = {(page.parent / target.partition("#")[0]).resolve() for target in re.findall(r"\]\(([^)\s]+)\)", line)}
         if texts := [file.read_text(encoding="utf-8") for file in files & MEASURED]:
             for number in re.findall(r"(?<![\w.])\d+\.\d+(?![\w.]*\.\w)", re.sub(r"\]\([^)]*\)|`[^`]*`", "", line)):
