@@ -194,7 +194,9 @@ class AffineQuantizedTensor(Tensor):
     def _plain(self, slot: str) -> Any:
         part = getattr(self, f"_{slot}")
         layout = self.spec.layout
-        if part is None or layout == "plain" or (layout in READABLE and slot != "codes"):
+        # a layout may store a part with another one: torch_int4 has no part for the offsets, they are beside the scales
+        absent = part is None and not getattr(self.spec, slot)
+        if absent or layout == "plain" or (layout in READABLE and slot != "codes"):
             return unpack_zero_point(part, self.spec, self.stored_shape) if (layout, slot) == _PACKED else part
         part = getattr(self.plain_parts(), slot)
         if not isinstance(part, Parts):

@@ -9,6 +9,7 @@ import pennyweight.kernels  # noqa: F401  # registers the layouts of the kernels
 from pennyweight.core.layouts import LAYOUTS, Layout, change_layout, get_layout, register_layout
 from pennyweight.core.numerics import Parts, quantize
 from pennyweight.core.spec import QuantSpec
+from pennyweight.core.tensor import AffineQuantizedTensor
 
 CASES = [
     pytest.param(layout, spec, shape, id=f"{layout.name}-{spec}-{'x'.join(map(str, shape))}")
@@ -109,3 +110,15 @@ def test_a_name_is_taken_once() -> None:
         register_layout(Layout("plain", LAYOUTS["plain"].pack, LAYOUTS["plain"].unpack))
     with pytest.raises(ValueError, match="unknown layout 'plane'; known: plain, bits"):
         get_layout("plane")
+
+
+@pytest.mark.parametrize(("spec", "shape"), get_layout("torch_int4").examples, ids=str)
+def test_a_tensor_shows_parts_that_its_layout_keeps_elsewhere(spec: QuantSpec, shape: tuple[int, ...]) -> None:
+    """torch_int4 has no part for offsets: they are beside the scales."""
+    plain = AffineQuantizedTensor.from_float(torch.randn(shape), spec.with_(layout="plain"))
+    packed = plain.to_layout("torch_int4")
+    for name in ("codes", "scale", "offset"):
+        want, got = getattr(plain, name), getattr(packed, name)
+        assert (got is None) == (want is None), name
+        assert want is None or torch.equal(got, want), name
+    assert packed.zero_point is None
