@@ -33,6 +33,8 @@ extensions = [
     *(f"site_tools.{name}" for name in ("cli_page", "docstrings", "page_lists", "references", "repository_links")),
 ]
 nitpicky = True
+smartquotes = False  # prose quotes code
+toc_object_entries_show_parents = "hide"
 
 # Pages
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -73,6 +75,7 @@ html_theme_options: dict[str, Any] = {
     "logo": {"text": "Pennyweight", "alt_text": "Pennyweight, home"},
     "icon_links": [{"name": "Repository", "url": project_name.REPOSITORY, "icon": "fa-brands fa-github"}],
     "navbar_end": ["version-switcher", "theme-switcher", "navbar-icon-links"],
+    "navbar_persistent": ["search-button"],
     "header_links_before_dropdown": 7,
     "navigation_with_keys": False,
     "show_toc_level": 2,

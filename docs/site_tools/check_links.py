@@ -42,7 +42,8 @@ class Found:
 def check(site: Path) -> Found:
     """Check every page under a folder."""
     site = site.resolve()
-    pages = {path: _parse(path) for path in sorted(site.rglob("*.html"))}
+    # _static has a template of the theme
+    pages = {path: _parse(path) for path in sorted(site.rglob("*.html")) if "_static" not in path.parts}
     dead: list[str] = []
     external: set[str] = set()
     links = 0

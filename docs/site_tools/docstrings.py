@@ -10,10 +10,14 @@ The package writes docstrings to be read in an editor. Three habits of theirs me
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
-_ROW = re.compile(r"^(?P<indent> *)(?P<name>[\w*.\[\]]+(?:(?:, | / |, \.\., )[\w*.\[\]]+)*)(?P<gap> {2,})(?P<text>\S.*)$")
+_NAME = r'(?:"[^"]+"|[\w*.\[\]="]+)'
+_ROW = re.compile(rf"^(?P<name>{_NAME}(?:(?:, | / |, \.\., ){_NAME})*) {{2,}}(?P<text>\S.*)$")
+# A value of an argument, in the second column: "4.25 bpw"   bits per weight
+_VALUE = re.compile(r'^(?P<name>"[^"]+") {2,}(?P<text>\S.*)$')
 _ITEM = re.compile(r"^(?:[-*] |\d+\. |\.\. |:\w)")
 # ``literals``, roles, `links`_ and backquoted words stay as they are
 _KEPT = re.compile(r"(``.+?``|:[\w:]+:`[^`]+`|`[^`]+`_?)")
@@ -33,38 +37,52 @@ def escape(text: str) -> str:
     return "".join(pieces)
 
 
+def _row(line: str, column: int) -> tuple[str, str] | None:
+    """The two columns of a row: two spaces apart, or a name that fills its column."""
+    if match := _ROW.match(line):
+        return match["name"], match["text"]
+    name, text = line[:column].rstrip(), line[column:]
+    if len(name) == column - 1 and re.fullmatch(_NAME, name) and text:
+        return name, text
+    return None
+
+
+def _column(lines: list[str]) -> int:
+    """Where the second column of a table begins: that of its first row."""
+    match = _ROW.match(lines[0])
+    return match.start("text") if match else 0
+
+
 def _table(lines: list[str], at: int) -> int:
-    """The end of the table of arguments that begins at a line, or ``at`` if none does."""
-    first = _ROW.match(lines[at])
-    if first is None:
+    """The end of the table of arguments that begins at a line, or ``at`` if none does.
+
+    Each line at the margin is a row; indented lines continue it.
+    """
+    column = _column(lines[at:])
+    if not column:
         return at
-    indent, column = len(first["indent"]), first.start("text")
-    rows, end = 1, at + 1
+    end = at + 1
     while end < len(lines) and lines[end].strip():
-        row = _ROW.match(lines[end])
-        if _indent(lines[end]) >= column:
-            pass  # a continued line
-        elif row is not None and len(row["indent"]) == indent and row.start("text") <= column + 1:
-            rows += 1
-            column = min(column, row.start("text"))
-        else:
+        if _indent(lines[end]) == 0 and _row(lines[end], column) is None:
             return at
         end += 1
-    # A single "word  text" is a table only if it is continued, or stands alone after the summary
-    return end if rows > 1 or end > at + 1 or at > 0 else at
+    return end
 
 
 def _rows(lines: list[str]) -> list[str]:
     """A table of arguments as a definition list."""
     out: list[str] = []
-    column = min(row.start("text") for row in map(_ROW.match, lines) if row is not None and _indent(row[0]) == _indent(lines[0]))
+    column, in_list = _column(lines), False
     for line in lines:
-        row = _ROW.match(line)
-        if row is not None and _indent(line) < column:
-            names = ", ".join(f"``{name}``" for name in re.split(r", | / ", row["name"]))
-            out += ["", names, f"    {escape(row['text'])}"]
+        if _indent(line) == 0 and (row := _row(line, column)):
+            names = ", ".join(f"``{name}``" for name in re.split(r", | / ", row[0]))
+            out += ["", names, f"    {escape(row[1])}"]
+            in_list = False
+        elif value := _VALUE.match(line.strip()):
+            out += [*([] if in_list else [""]), f"    - ``{value['name']}``: {escape(value['text'])}"]
+            in_list = True
         else:
-            out.append(f"    {escape(line.strip())}")
+            out.append(f"    {'  ' * in_list}{escape(line.strip())}")
     return [*out[1:], ""]
 
 
@@ -109,7 +127,8 @@ def _block(lines: list[str], at: int, out: list[str]) -> int:
 
 
 def _process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    lines[:] = convert(lines)
+    inherited = what == "data" and "\n".join(lines).strip() == (inspect.getdoc(type(obj)) or "").strip()
+    lines[:] = [] if inherited else convert(lines)  # a constant's page describes it, not the docstring of dict
 
 
 def setup(app: Any) -> dict[str, bool]:

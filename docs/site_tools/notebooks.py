@@ -68,15 +68,16 @@ def cells(script: Path) -> list[Cell]:
 
 def _paragraphs(body: list[ast.stmt], lines: list[str], start: int, end: int) -> list[Cell]:
     """Cells of lines[start:end]: split at blank lines, but not within a statement."""
-    inside = {line for node in body for line in range(_first(node), node.end_lineno or 0)}
+    inside = {line for node in body for line in _lines(node)[1:]}
     groups: list[list[str]] = [[]]
     for number in range(start, end):
         if not lines[number].strip() and number not in inside:
             groups.append([])
         else:
             groups[-1].append(lines[number])
+    imports = {line for node in body if isinstance(node, (ast.Import, ast.ImportFrom)) for line in _lines(node)}
     out: list[Cell] = []
-    for group in groups:
+    for group in _joined(groups, {lines[line] for line in imports}):
         text = textwrap.dedent("\n".join(group)).split("\n")
         comment = 0
         while comment < len(text) and text[comment].startswith("# "):
@@ -88,8 +89,21 @@ def _paragraphs(body: list[ast.stmt], lines: list[str], start: int, end: int) ->
     return out
 
 
-def _first(node: ast.stmt) -> int:
-    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+def _lines(node: ast.stmt) -> range:
+    """Indices of a statement's lines, decorators included."""
+    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+    return range(first - 1, node.end_lineno or 0)
+
+
+def _joined(groups: list[list[str]], imports: set[str]) -> list[list[str]]:
+    """Paragraphs of imports joined to one."""
+    out: list[list[str]] = []
+    for group in groups:
+        if out and group and imports.issuperset(group) and imports.issuperset(line for line in out[-1] if line):
+            out[-1] += ["", *group]
+        elif group:
+            out.append(group)
+    return out
 
 
 def _prose(text: str) -> str:

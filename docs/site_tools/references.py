@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from functools import cache
 from typing import Any
 
@@ -72,9 +73,10 @@ def resolve(app: Any, env: Any, node: Any, content: nodes.Element) -> nodes.Elem
     if len(found) == 1:
         entry = objects[found[0]]
         return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, content, found[0])
-    if last in defined_names() or importable(target):
-        return content
-    return None
+    # A default or a union that Sphinx did not take apart: "Granularity | tuple[~pennyweight.Granularity"
+    names = [name for name in re.split(r"[\[\]|, ~]+", target) if name]
+    known = all(name.rpartition(".")[2] in defined_names() or importable(name) for name in names)
+    return content if known else None
 
 
 def setup(app: Any) -> dict[str, bool]:

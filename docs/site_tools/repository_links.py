@@ -30,23 +30,39 @@ def rewrite(app: Any, doctree: nodes.document) -> None:
             continue
         target, _, anchor = node["reftarget"].partition("#")
         anchor = anchor or node.get("reftargetid") or ""
-        base = DOCS if node.get("refdomain") == "doc" else (DOCS / docname).parent
-        path = Path(base, target)
-        if node.get("refdomain") == "doc" and not path.exists():
-            path = path.with_name(f"{path.name}.md")
-        path = path.resolve()
-        if not target or not path.exists() or not path.is_relative_to(ROOT):
+        path = _path(node, target, docname)
+        if path is None:
             continue  # unknown targets are Sphinx's to report
         name = path.relative_to(ROOT).as_posix()
-        if name in PAGES:
-            page = addnodes.pending_xref(
-                "", *node.children, refdomain="doc", reftype="myst", reftarget=PAGES[name], refdoc=docname,
-                refexplicit=True, reftargetid=anchor or None,
-            )  # fmt: skip
-            node.replace_self(page)
+        if name in PAGES or (path.is_relative_to(DOCS) and path.suffix in (".md", ".rst", ".ipynb")):
+            page = PAGES.get(name) or path.relative_to(DOCS).with_suffix("").as_posix()
+            node.replace_self(_page(node, page, anchor, docname))
         elif not path.is_relative_to(DOCS) or path.is_dir() or path.suffix == ".py":
             url = source_url(path) + (f"#{anchor}" if anchor else "")
             node.replace_self(nodes.reference("", "", *node.children, refuri=url, internal=False))
+
+
+def _path(node: nodes.Element, target: str, docname: str) -> Path | None:
+    """The file or folder of the repository that a link leads to. Relative to the file that has the link."""
+    if not target:
+        return None
+    if node.get("refdomain") == "doc":  # MyST has found a page, or a .md file outside docs/
+        path = DOCS / target
+        found = [path.with_name(path.name + suffix) for suffix in (".md", ".rst", ".ipynb", "")]
+    else:
+        holder = node
+        while holder is not None and not getattr(holder, "source", None):
+            holder = holder.parent
+        folder = Path(holder.source).parent if holder is not None else DOCS / Path(docname).parent
+        found = [folder / target, DOCS / Path(docname).parent / target]
+    return next((p.resolve() for p in found if p.exists() and p.resolve().is_relative_to(ROOT)), None)
+
+
+def _page(node: nodes.Element, page: str, anchor: str, docname: str) -> nodes.Element:
+    return addnodes.pending_xref(
+        "", *node.children, refdomain="doc", reftype="myst", reftarget=page, refdoc=docname,
+        refexplicit=node.get("refexplicit", True), reftargetid=anchor or None,
+    )  # fmt: skip
 
 
 def setup(app: Any) -> dict[str, bool]:
