@@ -82,8 +82,8 @@ html_theme_options: dict[str, Any] = {
     "secondary_sidebar_items": ["page-toc"],
     "footer_start": ["copyright"],
     "footer_end": [],
-    "pygments_light_style": "a11y-high-contrast-light",
-    "pygments_dark_style": "a11y-high-contrast-dark",
+    "pygments_light_style": "github-light",
+    "pygments_dark_style": "github-dark",
     # A path relative to the root of this version, read by the browser; on Read the Docs each version has its own copy
     "switcher": {
         "json_url": "versions.json" if HOSTED else "../versions.json",
