@@ -27,7 +27,20 @@ SITE = ROOT / "build" / "site"
 def sphinx(builder: str, source: Path, out: Path, environment: dict[str, str] | None = None) -> None:
     """Run Sphinx with warnings as errors, in a process of its own."""
     doctrees = ROOT / "build" / "doctrees" / out.name
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-j", "2", "-b", builder, "-d", str(doctrees)]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-j",
+        "2",
+        "-b",
+        builder,
+        "-d",
+        str(doctrees),
+    ]
     subprocess.run([*command, str(source), str(out)], check=True, env={**os.environ, **(environment or {})})
 
 
@@ -88,7 +101,9 @@ def serve(port: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("scripts/docs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "scripts/docs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tag", help="build this tag instead of the working tree")
     parser.add_argument("--base", default="/", help="path under which the host serves the versions (default: /)")
     parser.add_argument("--serve", action="store_true", help="serve the site after the build")

@@ -12,7 +12,15 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 EXTERNAL = "external-links.txt"
-_ATTRIBUTES = {"a": "href", "link": "href", "img": "src", "script": "src", "source": "src", "iframe": "src", "object": "data"}
+_ATTRIBUTES = {
+    "a": "href",
+    "link": "href",
+    "img": "src",
+    "script": "src",
+    "source": "src",
+    "iframe": "src",
+    "object": "data",
+}
 
 
 class _Page(HTMLParser):

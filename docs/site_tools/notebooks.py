@@ -48,7 +48,9 @@ def cells(script: Path) -> list[Cell]:
     source = script.read_text(encoding="utf-8")
     module = ast.parse(source)
     lines = source.split("\n")
-    introduction = "\n\n".join(p for p in (ast.get_docstring(module) or "").split("\n\n") if not p.startswith("python "))
+    introduction = "\n\n".join(
+        p for p in (ast.get_docstring(module) or "").split("\n\n") if not p.startswith("python ")
+    )
     out = [Cell("markdown", f"# {title(script.stem)}\n\n{_prose(introduction)}")]
     body = module.body[1:]
     mains = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == "main"]

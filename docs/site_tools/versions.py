@@ -1,9 +1,9 @@
 """The versions of the site: a folder for each, and versions.json, which the theme's switcher reads.
 
-    build/site/versions.json    [{"name", "version", "url", "preferred"}, ...], newest first
-    build/site/index.html       leads to the preferred version
-    build/site/latest/          the working tree
-    build/site/v0.1.0/          a tag
+build/site/versions.json    [{"name", "version", "url", "preferred"}, ...], newest first
+build/site/index.html       leads to the preferred version
+build/site/latest/          the working tree
+build/site/v0.1.0/          a tag
 """
 
 from __future__ import annotations
