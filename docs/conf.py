@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+from site_tools import notebooks, versions
+from site_tools import project as facts
+
 import pennyweight
-from site_tools import notebooks, project, versions
 
 # Read the Docs runs Sphinx itself, without scripts/docs
 HOSTED = os.environ.get("READTHEDOCS") == "True"
 if HOSTED:
     notebooks.write_all()
 
-project_name = project
-project = "Pennyweight"  # Sphinx's setting of that name
+project = "Pennyweight"
 author = copyright = "The Pennyweight authors"
-version = release = project_name.VERSION
+version = release = facts.VERSION
 exclude_patterns = ["site_tools", "notebooks/files"]
 extensions = [
     "myst_nb",
@@ -73,7 +74,7 @@ html_show_sourcelink = False
 html_baseurl = os.environ.get("READTHEDOCS_CANONICAL_URL", "")
 html_theme_options: dict[str, Any] = {
     "logo": {"text": "Pennyweight", "alt_text": "Pennyweight, home"},
-    "icon_links": [{"name": "Repository", "url": project_name.REPOSITORY, "icon": "fa-brands fa-github"}],
+    "icon_links": [{"name": "Repository", "url": facts.REPOSITORY, "icon": "fa-brands fa-github"}],
     "navbar_end": ["version-switcher", "theme-switcher", "navbar-icon-links"],
     "navbar_persistent": ["search-button"],
     "header_links_before_dropdown": 7,
@@ -112,5 +113,5 @@ def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
     package = Path(pennyweight.__file__).parent
     if not path.is_relative_to(package):
         return None
-    name = project_name.ROOT / "pennyweight" / path.relative_to(package)
-    return project_name.source_url(name, f"#L{start}-L{start + len(lines) - 1}")
+    name = facts.ROOT / "pennyweight" / path.relative_to(package)
+    return facts.source_url(name, f"#L{start}-L{start + len(lines) - 1}")

@@ -9,6 +9,7 @@ scripts/docs --linkcheck      ask the hosts of external links; needs a network
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import http.server
 import os
@@ -27,21 +28,9 @@ SITE = ROOT / "build" / "site"
 def sphinx(builder: str, source: Path, out: Path, environment: dict[str, str] | None = None) -> None:
     """Run Sphinx with warnings as errors, in a process of its own."""
     doctrees = ROOT / "build" / "doctrees" / out.name
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-q",
-        "-W",
-        "--keep-going",
-        "-j",
-        "2",
-        "-b",
-        builder,
-        "-d",
-        str(doctrees),
-    ]
-    subprocess.run([*command, str(source), str(out)], check=True, env={**os.environ, **(environment or {})})
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-j", "2", "-b", builder]
+    command += ["-d", str(doctrees), str(source), str(out)]
+    subprocess.run(command, check=True, env={**os.environ, **(environment or {})})
 
 
 def build_working_tree(base: str) -> Path:
@@ -93,17 +82,14 @@ def check(out: Path) -> None:
 def serve(port: int) -> None:
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(SITE))
     print(f"http://localhost:{port}/ (Ctrl-C stops it)", flush=True)
-    with http.server.ThreadingHTTPServer(("localhost", port), handler) as server:
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            pass
+    server = http.server.ThreadingHTTPServer(("localhost", port), handler)
+    with server, contextlib.suppress(KeyboardInterrupt):
+        server.serve_forever()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        "scripts/docs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("scripts/docs", description=__doc__, formatter_class=form)
     parser.add_argument("--tag", help="build this tag instead of the working tree")
     parser.add_argument("--base", default="/", help="path under which the host serves the versions (default: /)")
     parser.add_argument("--serve", action="store_true", help="serve the site after the build")

@@ -134,7 +134,7 @@ def _stamp(script: Path) -> str:
 
 
 def write(script: Path) -> bool:
-    """Execute a script's notebook and write it, unless that was done for the same code. Returns whether it was executed.
+    """Execute a script's notebook and write it. Returns False, and does nothing, if that was done for the same code.
 
     NAME.ipynb is the page of the site, with links; files/NAME.ipynb the download. Raises nbclient's CellExecutionError
     with the cell and its traceback.

@@ -51,9 +51,11 @@ def write(site: Path, base: str = "/") -> list[dict[str, str | bool]]:
     found = entries([path.parent.name for path in site.glob("*/index.html")], base)
     (site / "versions.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     name = html.escape(next(str(entry["version"]) for entry in found if entry["preferred"]))
+    link = f"{name}/index.html"
     (site / "index.html").write_text(
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Pennyweight</title>'
-        f'<meta http-equiv="refresh" content="0; url={name}/index.html"><a href="{name}/index.html">Documentation</a></html>\n',
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Pennyweight</title>'
+        f'<meta http-equiv="refresh" content="0; url={link}"></head>'
+        f'<body><a href="{link}">Documentation</a></body></html>\n',
         encoding="utf-8",
     )
     return found
