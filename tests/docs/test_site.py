@@ -1,4 +1,4 @@
-"""The documentation site: what its pages must contain, and the tools that build it. scripts/docs builds the site itself."""
+"""The documentation site: what its pages must contain, and the tools that build it. scripts/docs builds it."""
 
 import ast
 import importlib
@@ -102,7 +102,7 @@ def test_every_command_and_option_is_on_the_page() -> None:
             assert f"`{record[0]}`" in section[1], (name, record[0])
             if parameter.param_type_name == "option":
                 assert all(option in section[1] for option in parameter.opts), (name, parameter.opts)
-                assert (parameter.help or "").split("\n")[0][:20].replace("*", "\\*").replace("[", "\\[") in section[1]
+                assert cli_page._text(parameter.help or "").split("\n")[0] in section[1]
 
 
 def test_a_listing_in_help_becomes_code() -> None:
@@ -198,7 +198,8 @@ def test_dead_links_are_found(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.html").write_text(
         '<h1 id="top-1">A</h1><a href="sub/b.html#here">b</a><a href="sub/b.html#gone">b</a><img src="no.svg">'
-        '<a href="https://example.org/x">x</a><a href="http://bad address">y</a><a href="../out.html">z</a><a href="#">t</a>'
+        '<a href="https://example.org/x">x</a><a href="http://bad address">y</a><a href="../out.html">z</a>'
+        '<a href="#">t</a>'
     )
     (tmp_path / "sub" / "b.html").write_text('<p id="here"></p><a href="../a.html#top-1">a</a><a href="../sub/">s</a>')
     result = check_links.check(tmp_path)
