@@ -391,13 +391,6 @@ def dequantize_(model: nn.Module) -> Report:
     """Dequantize every quantized parameter in place; ties are kept. Returns a report.
 
     A frozen model is thawed first. requires_grad is copied from the quantized parameter (quantize_ leaves it False).
-
-    >>> import torch, pennyweight as pw
-    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 8))
-    >>> report = pw.quantize_(model, "int8")
-    >>> report = pw.dequantize_(model)
-    >>> type(model[0].weight.data).__name__
-    'Tensor'
     """
     rows = []
     thaw_classes_(model)

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "pennyweight"
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if "\n    >>> " in path.read_text(encoding="utf-8")]
 # The functions that most programs call: each has an example
 SHOWN = {
-    "quantize_", "dequantize_", "plan", "save", "load", "open", "convert", "search", "recommend", "explain", "fuse_",
+    "quantize_", "plan", "save", "load", "open", "convert", "search", "recommend", "explain", "fuse_",
     "freeze_", "compare", "QATConfig",
 }  # fmt: skip
 
