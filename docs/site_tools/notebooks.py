@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
+import tempfile
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -149,9 +150,9 @@ def write(script: Path) -> bool:
         return False
     plain.parent.mkdir(parents=True, exist_ok=True)
     made = notebook(script)
-    # sockets in files: TCP would be open to other users of the machine
-    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")
-    NotebookClient(made, kernel, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
+    with tempfile.TemporaryDirectory() as sockets:  # files: TCP would be open to other users of the machine
+        kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{sockets}/kernel")
+        NotebookClient(made, kernel, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
     nbformat.write(made, plain)
     links = (
         f"{{download}}`Download the notebook <files/{script.stem}.ipynb>` · [Script]({source_url(script)}) · "
