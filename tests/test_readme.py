@@ -1,100 +1,145 @@
-"""The README's Python runs as it stands there."""
+"""The README: its snippets run alone and in order, its commands exist, its figures are those of the measured pages."""
 
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import pennyweight as pw
-import pennyweight.compat
+from benchmarks import overview
+from benchmarks.models.page import MEASURED, all_verdicts
+from tests.integrations.small import float_folder, quantized, tokenizer
+from tests.io.hub_server import Hub
 
-README = Path(__file__).parent.parent / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.S)
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up = nn.Parameter(torch.randn(4, 96, 64))
-        self.down = nn.Parameter(torch.randn(4, 64, 48))
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+MODEL = "HuggingFaceTB/SmolLM2-135M"
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.Linear(64, 64)
-        self.experts = Experts()
+@pytest.fixture
+def model_hub(hub: Hub, tmp_path: Path) -> Hub:
+    """The Hub with a small model under the README's name."""
+    folder = float_folder(tmp_path / "float")
+    hub.add(MODEL, {f.name: f.read_bytes() for f in folder.iterdir()})
+    return hub
 
 
-class Model(nn.Module):
-    """A model with the names that the README's patterns have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(100, 64)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-        self.lm_head = nn.Linear(64, 100)
-
-
-def test_first_block_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    names: dict = {}
+def test_three_lines_for_a_hugging_face_model(model_hub: Hub) -> None:
+    assert f'"{MODEL}"' in BLOCKS[0]
+    assert len(BLOCKS[0].strip().splitlines()) == 3
+    names: dict[str, Any] = {}
     exec(BLOCKS[0], names)
-    assert "0.weight" in capsys.readouterr().out
-    assert type(names["model"][0].weight.data) is torch.Tensor  # dequantized again
-    assert isinstance(names["again"][0].weight, pw.AffineQuantizedTensor)
-    assert [f.name for f in (tmp_path / "small").glob("*.safetensors")]
+    weights = [w for w in names["model"].state_dict().values() if isinstance(w, pw.AffineQuantizedTensor)]
+    assert len(weights) == 14  # seven linear layers in each of two blocks
 
 
-def test_block_of_algorithms_runs(capsys):
-    torch.manual_seed(0)
-    names: dict = {"pw": pw, "torch": torch}
-    exec(BLOCKS[1], names)
-    assert "error/nearest" in capsys.readouterr().out
-    held = [names["model"][i].weight.to_layout("bits") for i in (0, 2)]
-    assert 8 * sum(w.nbytes for w in held) <= 3.5 * sum(w.numel() for w in held)
-
-
-def test_block_of_patterns_runs():
-    model = Model()
-    exec(BLOCKS[4], {"pw": pw, "model": model})
-    schemes = {name: getattr(p, "spec", None) for name, p in model.named_parameters()}
-    assert schemes["lm_head.weight"] is None
-    assert schemes["embed_tokens.weight"].format.name == "int8"
-    assert schemes["layers.1.experts.gate_up"].format.name == "uint4"
-    assert schemes["layers.1.experts.down"] is None
-    assert model.layers[0].attention.weight.act is not None
-
-
-def test_block_of_files_runs(tmp_path, monkeypatch, capsys):
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64
-    )
-    model = LlamaForCausalLM(config)
-    pw.quantize_(model, pw.IntxWeightOnlyConfig(torch.int4, pw.PerGroup(32)))
-    pw.save(model.half(), tmp_path / "own")
-    (tmp_path / "own" / "config.json").write_text(json.dumps(config.to_dict()))
-    pw.convert(tmp_path / "own", tmp_path / "model.gguf", to="gguf")
-    pw.convert(tmp_path / "own", tmp_path / "GPTQ_DIR", to="gptq")
+def test_ten_lines_for_any_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    fresh = LlamaForCausalLM(config)
-    exec(BLOCKS[3], {"pw": pw, "model": fresh})
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert isinstance(fresh.get_parameter(name), pw.AffineQuantizedTensor)
-    assert "blk.0.ffn_up.weight" in capsys.readouterr().out
-    with pw.open("for_vllm") as checkpoint:
-        assert checkpoint.format == "compressed-tensors"
+    code = [line for line in BLOCKS[1].splitlines() if line]
+    assert len(code) <= 10
+    names: dict[str, Any] = {}
+    exec(BLOCKS[1], names)
+    assert "0.weight" in capsys.readouterr().out
+    assert names["report"].bytes_after < names["report"].bytes_before / 6
+    assert not isinstance(names["model"][0].weight, pw.AffineQuantizedTensor)  # undone
+    assert list((tmp_path / "small").glob("*.safetensors"))
 
 
-@pytest.mark.filterwarnings("ignore:.*already imported")
-def test_torchao_block_runs():
-    model = nn.Sequential(nn.Linear(64, 64))
-    try:
-        exec(BLOCKS[2], {"model": model})
-    finally:
-        pennyweight.compat.uninstall("torchao")
-    assert isinstance(model[0].weight, pw.AffineQuantizedTensor)
+def test_all_snippets_in_order_in_a_new_process(model_hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "all.py").write_text("\n".join(BLOCKS), encoding="utf-8")
+    env = os.environ | {"HF_ENDPOINT": model_hub.url, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    env |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run(
+        [sys.executable, "all.py"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "2.weight" in done.stdout
+
+
+def test_the_commands_run(model_hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a model on the Hub in the place of org/model."""
+    from pennyweight.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("import os\n" * 50)
+    lines = [line for line in README.splitlines() if line.startswith("pennyweight ")]
+    assert [line.split()[1] for line in lines] == ["quantize", "report", "convert"]
+    # rows of 256, which K-quants need
+    folder = float_folder(tmp_path / "source", vocab_size=259, hidden_size=256, intermediate_size=256)
+    tokenizer(folder)
+    model_hub.add("org/model", {f.name: f.read_bytes() for f in folder.iterdir()})
+    for line in lines:
+        monkeypatch.setattr(sys, "argv", shlex.split(line.partition(" #")[0]))
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code in (0, None), line
+    assert (tmp_path / "model.gguf").stat().st_size > 1000
+    weights = quantized(AutoModelForCausalLM.from_pretrained("small"))
+    assert {w.spec.format.name for w in weights.values()} == {"uint4", "int8"}
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def table(after: str) -> list[list[str]]:
+    """Body of the first table after a text."""
+    lines = README.partition(after)[2].partition("\n|")[2].split("\n\n", 1)[0].splitlines()
+    return [[cell.strip(" *") for cell in line.strip("| ").split("|")] for line in lines if set(line) - set("|- ")]
+
+
+def test_accuracy_is_that_of_the_measured_page() -> None:
+    found = overview.points(overview.ACCURACY.read_text(encoding="utf-8"))
+    bits, ours, others = (row[1:] for row in table("in 10⁻³ nats"))
+    for size, own, other in zip(map(float, bits), map(float, ours), map(float, others), strict=True):
+        mine = [p.kl for p in found if p.family == overview.OURS and abs(p.bits - size) < 0.005]
+        best = min(p.kl for p in found if p.family != overview.OURS and p.bits <= size + 0.35)
+        assert own == pytest.approx(1e3 * min(mine), abs=0.006)
+        assert other == pytest.approx(1e3 * best, abs=0.006)
+
+
+CASES = (
+    (("MiniLM 1x128", 8), ("MiniLM 32x128", 8)),
+    (("ResNet-18, 1 image", 8), ("MobileNetV2, 1 image", 8)),
+    (("Llama 0.85B, prompt of 128", 4), ("Llama 0.85B, decode at 128", 4),
+     ("Llama 0.85B, decode at 128, 8 sequences", 4)),
+)  # fmt: skip
+
+
+def test_speed_is_that_of_the_measured_rows() -> None:
+    verdicts = {(v.case, v.bits): v for v in all_verdicts(json.loads(MEASURED.read_text(encoding="utf-8")))}
+    rows = table("Speed of whole models")[1:]
+    for row, cases in zip(rows, CASES, strict=True):
+        to_float, to_peer = ([float(x) for x in re.findall(r"\d+\.\d+", cell)] for cell in row[1:])
+        assert to_float == [pytest.approx(verdicts[case].ours.x_float, abs=0.051) for case in cases], row
+        assert to_peer == [pytest.approx(verdicts[case].ratio, abs=0.0051) for case in cases], row
+    names = re.search(r"in (\d+) cases", README)
+    assert names is not None
+    assert int(names[1]) == len([v for v in verdicts.values() if v.ratio is not None])
+
+
+def test_serving_is_that_of_the_measured_page() -> None:
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    speed = {
+        (way, requests): float(tokens)
+        for way, requests, tokens in re.findall(r"^\| (.+?) \| 1 \| (\d+) \| ([\d.]+) \|", page, re.M)
+    }
+    theirs = {"int4": "vLLM int4", "int8": "vLLM int8 (W8A8)"}
+    ours = {"int4": "pennyweight int4", "int8": "pennyweight int8-dynamic"}
+    for name, *ratios in table("Serving the same Llama")[1:]:
+        for requests, ratio in zip(("1", "32"), map(float, ratios), strict=True):
+            assert ratio == pytest.approx(speed[ours[name], requests] / speed[theirs[name], requests], abs=0.01)
+
+
+def test_links_and_pictures_exist() -> None:
+    targets = re.findall(r"\]\(([^)#]+)", README) + re.findall(r'(?:src|srcset)="([^"]+)"', README)
+    assert len(targets) > 20
+    missing = [t for t in targets if "://" not in t and not (ROOT / t).exists()]
+    assert not missing

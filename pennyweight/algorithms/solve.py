@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..core.numerics import decibels, dequantize
 from ..core.tensor import AffineQuantizedTensor
 from ..distributed.dtensor import full_tensor
 from ..planning.plan import PlanRow
-from .base import Solution, Solver, Task
+from ..planning.scheme import Scheme
+from .base import ALGORITHMS, Solution, Solver, Task
 from .calibration.loop import CalibrationLoop, CollectedStatistics
 from .solvers.kmeans import learner
 from .solvers.reshape import as_matrix, flat_spec, unflatten
@@ -40,40 +41,51 @@ def solve(
     row: PlanRow, solver: Solver | None = None, seen: CollectedStatistics | None = None,
     device: torch.device | str | None = None,
 ) -> Solved:  # fmt: skip
-    """Quantize one planned weight with a solver, on ``device``; default: round-to-nearest, which also replaces a solver
-    that cannot be applied, with the reason in the note. seen: the statistics of the weight's inputs."""
+    """Quantize one planned weight with a solver, on ``device``; see :func:`solve_weight`."""
     assert row.scheme is not None
     assert row.site is not None
     assert row.tensor is not None
-    asked, scheme, flip = solver or Nearest(), row.scheme, row.site.transposed
+    flip = row.site.transposed
     x = full_tensor(row.tensor.detach())
     if isinstance(x, AffineQuantizedTensor):
         x = x.dequantize()
     x = x if device is None else x.to(device)
     x = x.transpose(-2, -1) if flip else x
+    solved = solve_weight(x, row.scheme, row.name, row.layout, row.site.op, solver, seen)
+    return solved._replace(weight=solved.weight.transpose(-2, -1)) if flip else solved  # type: ignore[arg-type]
+
+
+def solve_weight(
+    x: Tensor, scheme: Scheme, name: str, layout: str = "plain", op: str = "linear", solver: Solver | None = None,
+    seen: CollectedStatistics | None = None,
+) -> Solved:  # fmt: skip
+    """Quantize a weight [.., contracted] with a solver; default: that of the scheme, which is round-to-nearest if it
+    names none. Round-to-nearest also replaces a solver that cannot be applied, with the reason in the note.
+
+    op    the kernel-table op that reads it
+    seen  the statistics of its inputs
+    Raises ValueError for NaN or inf.
+    """
+    asked: Any = solver or (ALGORITHMS[scheme.solver]() if scheme.solver else Nearest())
     seen = seen or CollectedStatistics()
     solver = learner(asked, scheme.weight, seen.stats)
     note = "" if solver is asked else f"solved by {solver.name}: learned format"
     if type(solver).solve is Nearest.solve:  # needs no matrix; a subclass with another solve gets one
-        return _solved(*quantize_weight(x, scheme, row.name, row.layout), flip, note=note)
-    unfolded = row.site.op == "convolution"
+        return Solved(*quantize_weight(x, scheme, name, layout), note=note)
+    unfolded = op == "convolution"
     spec, lost = flat_spec(scheme.weight, x.shape, unfolded), sorted(set(solver.needs) - seen.stats.keys())
     if spec is None or lost:
         why = f"missing statistics: {', '.join(lost)}" if seen.stats else NO_DATA
         why = "its blocks are not contiguous along one axis" if spec is None else why
-        return _solved(*quantize_weight(x, scheme, row.name, row.layout), flip, note=f"rounded to nearest: {why}")
+        return Solved(*quantize_weight(x, scheme, name, layout), note=f"rounded to nearest: {why}")
     matrix = as_matrix(x, unfolded).float()
-    solution = _solution(solver, Task(row.name, matrix, spec, scheme.rule, scheme.eps, seen.stats, seen.tokens))
+    solution = _solution(solver, Task(name, matrix, spec, scheme.rule, scheme.eps, seen.stats, seen.tokens))
     values = dequantize(solution.parts, spec, matrix.shape)
     sqnr = decibels(float(matrix.double().square().sum()), float((values - matrix).double().square().sum()))
     parts = unflatten(solution.parts, scheme.weight, x.shape)._replace(**static_parts(scheme, x.device))
     w = AffineQuantizedTensor(parts, scheme.weight.with_(layout="plain"), x.shape, x.dtype, scheme.act)
     gain = solution.error / solution.nearest if solution.error is not None and solution.nearest else None
-    return _solved(w.to_layout(row.layout), sqnr, flip, gain, "; ".join(filter(None, (note, solution.note))))
-
-
-def _solved(w: AffineQuantizedTensor, sqnr: float, flip: bool, error: float | None = None, note: str = "") -> Solved:
-    return Solved(w.transpose(-2, -1) if flip else w, sqnr, error, note)  # type: ignore[arg-type]
+    return Solved(w.to_layout(layout), sqnr, gain, "; ".join(filter(None, (note, solution.note))))
 
 
 def _solution(solver: Solver, task: Task) -> Solution:

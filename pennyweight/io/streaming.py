@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..algorithms.solvers.rtn import quantize_weight
+from ..algorithms.solve import solve_weight
 from ..core.numerics import sqnr
 from ..planning.plan import PlanRow
 from ..planning.scheme import Scheme
@@ -69,20 +69,20 @@ def quantize_rows(file: File, name: str, row: PlanRow, aliases: tuple[str, ...],
     """A tensor that a plan's row quantizes. Making it raises CheckpointError if it contains NaN or inf."""
     assert row.scheme is not None
     assert row.site is not None
-    scheme, e, rank = row.scheme, file.entries[name], len(file.entries[name].shape)
+    scheme, op, e, rank = row.scheme, row.site.op, file.entries[name], len(file.entries[name].shape)
     axes = (*range(rank - 2), rank - 1, rank - 2) if row.site.transposed else None
     act = None if scheme.act is None else replace(scheme.act, spec=clean(scheme.act.spec))
     meta = Meta(clean(scheme.weight), e.shape, e.dtype, act, axes)
 
     def make() -> Iterable[tuple[str, int, Tensor]]:
         by_rows = rank > 1 and axes is None and meta.spec.rows_independent(meta.shape)
-        return (_by_rows if by_rows else _whole)(file, name, scheme, meta, noise)
+        return (_by_rows if by_rows else _whole)(file, name, scheme, meta, noise, op)
 
     return Item(name, stored_parts(name, meta), make, meta, aliases)
 
 
 def _by_rows(
-    file: File, name: str, scheme: Scheme, meta: Meta, noise: QuantizationNoise
+    file: File, name: str, scheme: Scheme, meta: Meta, noise: QuantizationNoise, op: str
 ) -> Iterator[tuple[str, int, Tensor]]:
     rows = meta.shape[0]
     width = math.prod(meta.shape[1:])
@@ -90,7 +90,7 @@ def _by_rows(
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         x = file.read(name, start * width, stop * width).reshape(stop - start, *meta.shape[1:])
-        for part, tensor in _quantize(file, name, x, scheme, replace(meta, shape=tuple(x.shape)), noise).items():
+        for part, tensor in _quantize(file, name, x, scheme, replace(meta, shape=tuple(x.shape)), noise, op).items():
             if not part.startswith(f"{name}.act_"):
                 yield part, start * (tensor.numel() // tensor.shape[0]), tensor
             elif start == 0:
@@ -98,20 +98,21 @@ def _by_rows(
 
 
 def _whole(
-    file: File, name: str, scheme: Scheme, meta: Meta, noise: QuantizationNoise
+    file: File, name: str, scheme: Scheme, meta: Meta, noise: QuantizationNoise, op: str
 ) -> list[tuple[str, int, Tensor]]:
     e = file.entries[name]
     x = file.read(name, 0, e.numel).reshape(e.shape)
-    return [(part, 0, tensor) for part, tensor in _quantize(file, name, x, scheme, meta, noise).items()]
+    return [(part, 0, tensor) for part, tensor in _quantize(file, name, x, scheme, meta, noise, op).items()]
 
 
 def _quantize(
-    file: File, name: str, x: Tensor, scheme: Scheme, meta: Meta, noise: QuantizationNoise
+    file: File, name: str, x: Tensor, scheme: Scheme, meta: Meta, noise: QuantizationNoise, op: str
 ) -> dict[str, Tensor]:
     """Stored tensors of x. x: in the file's axis order; the contracted axis is last after ``meta.axes``."""
     try:
-        w, sqnr = quantize_weight(x if meta.axes is None else x.transpose(-2, -1), scheme, name)
-        noise.add(name, x, sqnr)
+        solved = solve_weight(x if meta.axes is None else x.transpose(-2, -1), scheme, name, op=op)
+        w = solved.weight
+        noise.add(name, x, solved.sqnr)
         return pack(name, w if meta.axes is None else w.transpose(-2, -1), meta)  # type: ignore[arg-type]
     except CheckpointError as e:
         raise CheckpointError(file.path, e.tensor, e.reason) from e

@@ -14,6 +14,8 @@ class Scheme:
     """How a weight is stored, how its input is quantized, and how the weight's qparams are chosen.
 
     rule, eps                   see :func:`pennyweight.core.qparams.choose`
+    solver                      name of the algorithm that chooses codes and qparams if the caller names none; one that
+                                needs no data. "": round-to-nearest
     act_scale, act_zero_point   qparams of a static activation, one for the whole input
     """
 
@@ -23,6 +25,7 @@ class Scheme:
     eps: float | None = None
     act_scale: float | None = None
     act_zero_point: int | None = None
+    solver: str = ""
 
     def __post_init__(self) -> None:
         static = self.act is not None and self.act.mode == "static"
@@ -50,7 +53,8 @@ class Scheme:
 
     def describe(self) -> str:
         """In words: "int4, groups of 64, symmetric, bf16 scales; inputs int8 per row, dynamic"."""
-        return describe(self.weight) + ("" if self.act is None else f"; {describe_activation(self.act)}")
+        chosen = f", by {self.solver}" if self.solver else ""
+        return describe(self.weight) + chosen + ("" if self.act is None else f"; {describe_activation(self.act)}")
 
 
 def describe(spec: QuantSpec) -> str:

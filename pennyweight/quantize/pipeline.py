@@ -272,7 +272,8 @@ class Pipeline:
                 out.type, out.bytes_after = type(new).__name__, _nbytes_after(new, row)
             else:
                 kept = None if journal is None else journal.get(name)
-                solved = solve(row, recipe.solver, seen, device) if kept is None else Solved(*kept)
+                solver = recipe.solver if self.options.has_recipe else None
+                solved = solve(row, solver, seen, device) if kept is None else Solved(*kept)
                 if journal is not None and kept is None:
                     journal.put(name, tuple(solved))
                 was = row.tensor

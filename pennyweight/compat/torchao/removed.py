@@ -156,7 +156,15 @@ BESIDES: dict[str, str] = {
     "dtypes.uintx.semi_sparse_layout": _SPARSE,
     "dtypes.uintx.uint4_layout": "UIntXWeightOnlyConfig(torch.uint4)",
     **dict.fromkeys(
-        ("float8", "float8.config", "float8.float8_linear", "float8.float8_linear_utils", "float8.fsdp_utils"), _TRAIN
+        (
+            "float8",
+            "float8.config",
+            "float8.float8_linear",
+            "float8.float8_linear_utils",
+            "float8.float8_utils",
+            "float8.fsdp_utils",
+        ),
+        _TRAIN,
     ),
     **dict.fromkeys(
         [f"prototype.quantized_training{end}" for end in ("", ".bitnet", ".int8", ".int8_mixed_precision")], _TRAIN

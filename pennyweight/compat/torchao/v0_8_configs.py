@@ -1,12 +1,13 @@
 """Configs with the fields of all torchao releases: ours, plus legacy arguments.
 
 A ``layout`` requests a kernel. Here the kernel table selects it, so a layout is accepted if dense weights of this kind
-are supported, and rejected if it changes the values (sparse layouts). ``use_hqq`` is rejected.
+are supported, and rejected if it changes the values (sparse layouts). ``use_hqq`` selects our solver "hqq", whose
+offsets are not bit-equal to torchao's.
 """
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -70,15 +71,13 @@ class Int4WeightOnlyConfig(ours.Int4WeightOnlyConfig):
             object.__setattr__(self, "set_inductor_config", True)
         super().__post_init__()
         _dense(self, self.layout)
-        if self.use_hqq:
-            raise NotImplementedError(
-                "Int4WeightOnlyConfig: use_hqq=True is an option of quantize_ here: leave it False and use "
-                "pennyweight.quantize_(model, config, algorithm='hqq')"
-            )
+        if self.use_hqq and self.zero_point_domain is ZeroPointDomain.INT:
+            raise ValueError("Int4WeightOnlyConfig: use_hqq=True needs zero_point_domain FLOAT")
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         if self.zero_point_domain is not ZeroPointDomain.INT:
-            return super().scheme(site, on_indivisible)
+            found = super().scheme(site, on_indivisible)
+            return replace(found, solver="hqq") if self.use_hqq else found
         spec = QuantSpec(UINT4, site.block(PerGroup(self.group_size), on_indivisible), site.dtype, True)
         return Scheme(spec, rule="asymmetric", eps=1e-6)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from ...algorithms.solvers.rtn import quantize_weight
+from ...algorithms.solve import solve
 from ...core.tensor import AffineQuantizedTensor
 from ...io.checkpoint import Checkpoint, open_checkpoint
 from ...io.detect_format import open as open_any
@@ -84,12 +85,8 @@ def _quantizing(folder: str, config: PennyweightVllmConfig, opened: ExitStack) -
         file, e = source.files[i], source.entry(name)
         x = file.read(name, 0, e.numel).reshape(e.shape)
         row = rows.get(name)
-        if row is None or row.scheme is None:
-            yield name, x
-            continue
-        flip = row.site is not None and row.site.transposed
-        w, _ = quantize_weight(x.transpose(-2, -1) if flip else x, row.scheme, name)
-        yield name, w.transpose(-2, -1) if flip else w
+        quantized = row is not None and row.scheme is not None
+        yield name, solve(replace(row, tensor=x, layout="plain")).weight if quantized else x
 
 
 def register() -> None:

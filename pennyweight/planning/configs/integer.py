@@ -109,7 +109,10 @@ class Int8StaticActivationInt8WeightConfig(AOBaseConfig):
 
 @dataclass(frozen=True)
 class Int4WeightOnlyConfig(AOBaseConfig):
-    """4-bit weights in groups, each with a scale and a float offset in the weight's dtype (tinygemm's formula)."""
+    """4-bit weights in groups, each with a scale and a float offset in the weight's dtype (tinygemm's formula).
+
+    int4_choose_qparams_algorithm  "tinygemm": from the range; "hqq": offsets by half-quadratic quantization
+    """
 
     group_size: int = 128
     set_inductor_config: bool = True
@@ -120,19 +123,22 @@ class Int4WeightOnlyConfig(AOBaseConfig):
 
     def __post_init__(self) -> None:
         PerGroup(self.group_size)
-        name = str(getattr(self.int4_choose_qparams_algorithm, "value", self.int4_choose_qparams_algorithm)).lower()
-        if name != "tinygemm":
-            raise ValueError(_by_algorithm(f"int4_choose_qparams_algorithm {name!r}", "'tinygemm'"))
+        _chooser("int4_choose_qparams_algorithm", self.int4_choose_qparams_algorithm, ("tinygemm", "hqq"))
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         block = site.block(PerGroup(self.group_size), on_indivisible)
         spec = QuantSpec(UINT4, block, scale=site.dtype, offset=site.dtype, mid=8)
-        return Scheme(spec, rule="minmax", eps=TINYGEMM_EPS)
+        name = _chooser("int4_choose_qparams_algorithm", self.int4_choose_qparams_algorithm, ("tinygemm", "hqq"))
+        return Scheme(spec, rule="minmax", eps=TINYGEMM_EPS, solver="hqq" if name == "hqq" else "")
 
 
 @dataclass(frozen=True)
 class IntxWeightOnlyConfig(AOBaseConfig):
-    """int1 to int8 weights per output channel or per group; scales in the weight's dtype or in ``scale_dtype``."""
+    """int1 to int8 weights per output channel or per group; scales in the weight's dtype or in ``scale_dtype``.
+
+    intx_choose_qparams_algorithm  "affine": scales from the range; "hqq_scale_only": those with the least squared error
+                                   of each block, found by search (rule "mse")
+    """
 
     weight_dtype: AnyDtype = torch.int8
     granularity: Granularity = field(default_factory=lambda: PerAxis(0))
@@ -144,13 +150,13 @@ class IntxWeightOnlyConfig(AOBaseConfig):
 
     def __post_init__(self) -> None:
         require_signed_int(type(self).__name__, self.weight_dtype)
-        _require_affine(self.intx_choose_qparams_algorithm)
+        _intx_rule(self)
         pair(self.granularity)
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         return Scheme(
             intx(self.weight_dtype, self.granularity, self.mapping_type, self.scale_dtype, site, on_indivisible),
-            rule=self.mapping_type.value,
+            rule=_intx_rule(self) or self.mapping_type.value,
         )
 
 
@@ -172,7 +178,7 @@ class Int8DynamicActivationIntxWeightConfig(AOBaseConfig):
     def __post_init__(self) -> None:
         _check_group(self.act_group_size)
         require_signed_int(type(self).__name__, self.weight_dtype)
-        _require_affine(self.intx_choose_qparams_algorithm)
+        _intx_rule(self)
         pair(self.weight_granularity)
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
@@ -182,7 +188,7 @@ class Int8DynamicActivationIntxWeightConfig(AOBaseConfig):
             self.weight_dtype, self.weight_granularity, self.weight_mapping_type, self.weight_scale_dtype, site,
             on_indivisible,
         )  # fmt: skip
-        return Scheme(weight, act, self.weight_mapping_type.value)
+        return Scheme(weight, act, _intx_rule(self) or self.weight_mapping_type.value)
 
 
 @dataclass(frozen=True)
@@ -211,7 +217,10 @@ class Int8DynamicActivationInt4WeightConfig(AOBaseConfig):
 @dataclass(frozen=True)
 class UIntXWeightOnlyConfig(AOBaseConfig):
     """uint1 to uint8 weights in groups, each with a scale and an integer zero point of the same format; scales in the
-    weight's dtype or in ``scale_dtype``."""
+    weight's dtype or in ``scale_dtype``.
+
+    use_hqq  a float offset instead of the zero point, chosen by half-quadratic quantization
+    """
 
     dtype: AnyDtype = "uint4"
     group_size: int = 64
@@ -225,13 +234,14 @@ class UIntXWeightOnlyConfig(AOBaseConfig):
         fmt = as_format(self.dtype)
         if fmt.kind != "int" or fmt.lo != 0:
             raise ValueError(f"UIntXWeightOnlyConfig: dtype must be uint1 to uint8, got {fmt}")
-        if self.use_hqq:
-            raise ValueError(_by_algorithm("use_hqq=True", "use_hqq=False"))
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         block = site.block(PerGroup(self.group_size), on_indivisible)
         fmt = as_format(self.dtype)
         scale = self.scale_dtype or site.dtype
+        if self.use_hqq:
+            spec = QuantSpec(fmt, block, scale, offset=scale, mid=(int(fmt.hi) + 1) // 2)
+            return Scheme(spec, rule="minmax", eps=TINYGEMM_EPS, solver="hqq")
         return Scheme(QuantSpec(fmt, block, scale, zero_point=fmt), rule="asymmetric", eps=INT8_EPS)
 
 
@@ -264,17 +274,18 @@ def _of_inputs(site: Site, granularity: Granularity, size: int | None) -> Granul
     return PerToken() if granularity.group_size >= site.shape[-1] else granularity
 
 
-def _require_affine(algorithm: Any) -> None:
-    name = str(getattr(algorithm, "value", algorithm)).lower()
-    if name != "affine":
-        raise ValueError(_by_algorithm(f"intx_choose_qparams_algorithm {name!r}", "'affine'"))
+def _chooser(field: str, value: Any, known: tuple[str, ...]) -> str:
+    """Name of an algorithm that chooses qparams, or torchao's enum of it. Raises ValueError for an unknown one."""
+    name = str(getattr(value, "value", value)).lower()
+    if name not in known:
+        raise ValueError(f"{field} must be one of {', '.join(map(repr, known))}, got {name!r}")
+    return name
 
 
-def _by_algorithm(setting: str, instead: str) -> str:
-    return (
-        f"{setting}: a config does not select the algorithm; use {instead} and "
-        "pw.quantize_(model, config, algorithm='hqq')"
-    )
+def _intx_rule(config: Any) -> str:
+    """ "mse" if the config asks for scales that minimise the squared error, else ""."""
+    name = _chooser("intx_choose_qparams_algorithm", config.intx_choose_qparams_algorithm, ("affine", "hqq_scale_only"))
+    return "" if name == "affine" else "mse"
 
 
 # Names of torchao before 0.10; kept for compatibility.

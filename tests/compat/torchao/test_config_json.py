@@ -37,7 +37,6 @@ NAMES["torch"] = torch
 REFUSED = {
     "BlockSparseWeightConfig(blocksize=64)": "find class BlockSparseWeightConfig",
     "FbgemmConfig(torch.bfloat16, torch.int4, torch.bfloat16, [1, 1, 256])": "find class FbgemmConfig",
-    "Int4WeightOnlyConfig(group_size=32, use_hqq=True)": r"Int4WeightOnlyConfig .* use_hqq=True .* algorithm='hqq'",
     "Int8DynamicActivationInt8WeightConfig(layout=SemiSparseLayout())": r"sparse weights \(SemiSparseLayout",
 }
 # fields that torchao's constructor fills in, and ours leave as they were given

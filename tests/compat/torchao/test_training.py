@@ -15,6 +15,7 @@ from pennyweight.training import RECIPES, LowPrecisionLinear
 def test_float8_recipes_are_ours() -> None:
     from torchao.float8 import CastConfig, Float8LinearConfig, ScalingType, convert_to_float8_training
     from torchao.float8.config import Float8LinearRecipeName, ScalingGranularity
+    from torchao.float8.float8_linear import Float8Linear
 
     for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
         assert Float8LinearConfig.from_recipe_name(name).recipe() is RECIPES[name]
@@ -23,7 +24,9 @@ def test_float8_recipes_are_ours() -> None:
     config = Float8LinearConfig(emulate=True)
     got = convert_to_float8_training(model, module_filter_fn=lambda m, n: n == "0", config=config)
     assert got is model
-    assert [type(m) for m in model] == [LowPrecisionLinear, nn.Linear]
+    assert [type(m) for m in model] == [Float8Linear, nn.Linear]
+    assert isinstance(model[0], LowPrecisionLinear)
+    assert model[0].recipe is RECIPES["tensorwise"]
     own = Float8LinearConfig(
         cast_config_input=CastConfig(ScalingType.DYNAMIC, ScalingGranularity.AXISWISE, torch.float8_e5m2),
         cast_config_grad_output_for_grad_weight=CastConfig(ScalingType.DISABLED),
@@ -37,6 +40,91 @@ def test_float8_recipes_are_ours() -> None:
         Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     with pytest.raises(ValueError, match="must be float8_e4m3fn or float8_e5m2"):
         Float8LinearConfig(cast_config_input=CastConfig(target_dtype=torch.bfloat16))
+
+
+@pytest.mark.usefixtures("torchao")
+def test_layers_of_any_size_become_float8_layers() -> None:
+    """The filter sees linear layers only; values, gradients and parameters are those of our recipe."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
+
+    torch.manual_seed(0)
+    seen = []
+    model = nn.Sequential(nn.Sequential(nn.Linear(30, 7)), nn.ReLU(), nn.Linear(7, 8, bias=False))
+    before = dict(model.named_parameters())
+    convert_to_float8_training(model, module_filter_fn=lambda m, n: seen.append((n, m.in_features)) is None)
+    assert sorted(seen) == [("0.0", 30), ("2", 7)]
+    assert all(p is before[name] for name, p in model.named_parameters())
+    assert convert_to_float8_training(nn.Sequential(nn.ReLU())) is not None  # nothing to convert is no error
+    root = nn.Linear(8, 8)
+    made = convert_to_float8_training(root, config=Float8LinearConfig.from_recipe_name("rowwise"))
+    assert (type(root), type(made), made.weight) == (nn.Linear, Float8Linear, root.weight)
+    assert repr(made) == (
+        "Float8Linear(in_features=8, out_features=8, bias=True, "
+        'cast_configs=i:dyn_axs_e4m3,w:dyn_axs_e4m3,go:dyn_axs_e4m3")'
+    )
+    ours = LowPrecisionLinear(8, 8, recipe="rowwise")
+    ours.load_state_dict(made.state_dict())
+    x = torch.randn(5, 8)
+    for layer in (made, ours):
+        layer(x).square().sum().backward()
+    assert torch.equal(made(x), ours(x))
+    assert torch.equal(root.weight.grad, ours.weight.grad)
+    again = copy.deepcopy(made)
+    assert torch.equal(again(x), made(x))
+
+
+@pytest.mark.usefixtures("torchao")
+def test_filters_of_recipes() -> None:
+    from torchao.float8 import _auto_filter_for_recipe
+
+    def chosen(recipe: str, out: int, into: int, name: str = "mlp.up") -> bool:
+        with torch.device("meta"):
+            return _auto_filter_for_recipe(recipe, filter_fqns=["lm_head"])(nn.Linear(into, out), name)
+
+    sizes = [(2048, 4096), (2064, 1024), (4096, 2048), (4112, 2048), (4096, 2064), (8192, 8200)]
+    assert [chosen("rowwise", *size) for size in sizes] == [False, False, False, True, True, False]
+    sizes = [(1024, 4096), (1040, 4096), (1024, 4112), (1030, 8192)]
+    assert [chosen("tensorwise", *size) for size in sizes] == [False, True, True, False]
+    assert not chosen("tensorwise", 4096, 4096, "model.lm_head")
+    assert not _auto_filter_for_recipe("rowwise", [])(nn.Sequential(), "")
+    with pytest.raises(NotImplementedError):
+        _auto_filter_for_recipe("rowwise_with_gw_hp", [])
+
+
+@pytest.mark.usefixtures("torchao")
+def test_float8_functions() -> None:
+    from torchao.float8 import ScalingGranularity
+    from torchao.float8.float8_utils import (
+        amax_to_scale,
+        compute_error,
+        fp8_tensor_statistics,
+        is_row_major,
+        pad_tensor_for_matmul,
+        tensor_to_amax,
+        tensor_to_scale,
+        to_fp8_saturated,
+    )
+    from torchao.quantization import Float8Tensor, PerRow
+
+    x = torch.tensor([[1.0, -3.0, 0.0], [0.5, 2.0, 7.0]])
+    e4m3 = torch.float8_e4m3fn
+    assert torch.equal(tensor_to_amax(x), torch.tensor(7.0))
+    rows = tensor_to_amax(x, scaling_granularity=ScalingGranularity.AXISWISE, axiswise_dim=1)
+    assert torch.equal(rows, torch.tensor([[3.0], [7.0]]))
+    assert torch.equal(tensor_to_scale(x, e4m3), torch.tensor(448.0 / 7))
+    assert torch.equal(amax_to_scale(torch.tensor(3.0), e4m3, True), torch.tensor(128.0))
+    assert amax_to_scale(torch.zeros(()), e4m3).isfinite()
+    assert torch.equal(to_fp8_saturated(1000 * x, e4m3).float(), (1000 * x).clamp(-448, 448).to(e4m3).float())
+    assert compute_error(x, x + 0.1 * x) == pytest.approx(20.0, abs=1e-4)
+    assert [is_row_major(t.stride()) for t in (x, x.t())] == [True, False]
+    assert [tuple(pad_tensor_for_matmul(x, d).shape) for d in (0, 1, (0, 1))] == [(16, 3), (2, 16), (16, 16)]
+    assert torch.equal(pad_tensor_for_matmul(x, 1)[:, :3], x)
+    assert pad_tensor_for_matmul(x, 1)[:, 3:].abs().sum() == 0
+    assert fp8_tensor_statistics(Float8Tensor.from_hp(x, granularity=PerRow()), e4m3) == (1, 2)
+    for call in (lambda: amax_to_scale(rows, torch.int8), lambda: to_fp8_saturated(x, torch.bfloat16)):
+        with pytest.raises(ValueError, match="Unsupported float8_dtype"):
+            call()
 
 
 @pytest.mark.usefixtures("torchao")
