@@ -1,4 +1,4 @@
-"""Parts of pages that are made at the build: lists of pages for the navigation, and tables from the package.
+"""Parts of pages that are made at the build: lists of pages for the navigation, and the table of notebooks.
 
 Pages that are also read where the repository is hosted stay plain Markdown.
 """
@@ -31,40 +31,8 @@ def notebook_table() -> str:
     return "\n".join(rows)
 
 
-def torchao_modules() -> str:
-    """A row for each module of torchao that is served, with the number of its public names."""
-    from importlib import import_module
-
-    from pennyweight.compat.torchao.module_tree import TREE
-
-    rows = ["| module | names |", "|---|---|"]
-    for path in sorted(TREE):
-        module = import_module(".".join(filter(None, ["pennyweight.compat.torchao", path])))
-        names = [name for name in getattr(module, "__all__", []) if not name.startswith("_")]
-        if names:
-            shown = ", ".join(f"`{name}`" for name in sorted(names)[:6])
-            more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-            rows.append(f"| `{'.'.join(filter(None, ['torchao', path]))}` | {shown}{more} |")
-    return "\n".join(rows)
-
-
-def torchao_missing() -> str:
-    """A row for each module or name of torchao that is missing, with its replacement."""
-    from pennyweight.compat.torchao.removed import GONE
-
-    rows = ["| torchao name | releases | use instead |", "|---|---|---|"]
-    rows += [f"| `{name}` | {releases} | {_cell(instead)} |" for name, (releases, instead) in sorted(GONE.items())]
-    return "\n".join(rows)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("*", "\\*")
-
-
 TABLES = {
     "<!-- notebooks -->": notebook_table,
-    "<!-- torchao modules -->": torchao_modules,
-    "<!-- torchao missing -->": torchao_missing,
 }
 
 
