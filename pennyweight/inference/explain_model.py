@@ -68,6 +68,14 @@ def explain(x: Any, w: AffineQuantizedTensor | nn.Module, op: str = "") -> Expla
     w   a quantized weight: every kernel for it, with RUNS or the reason why it is rejected. A module: a row for each
         fused block or net and each weight, with the kernel that runs in it
     op  of a weight; default: what its shape and blocks are made for, "linear" for a matrix
+
+    >>> import torch, pennyweight as pw
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.LayerNorm(8))
+    >>> report = pw.quantize_(model, "int8")
+    >>> [(row.name, row.op) for row in pw.explain(torch.float32, model).rows]
+    [('0.weight', 'linear')]
+    >>> [verdict for kernel, rank, verdict in pw.explain(torch.float32, model[0].weight).rows].count("RUNS")
+    1
     """
     if not isinstance(w, nn.Module):
         return table.explain(x, w, op)

@@ -88,6 +88,13 @@ def freeze_(model: nn.Module) -> Report:
     ``nn.Linear``'s own forward can be replaced, and weights that require grad are not frozen. Outputs do not change,
     nothing is copied, ties are kept. Unquantized layers are left alone. May be called while other threads run the
     model.
+
+    >>> import torch, pennyweight as pw
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 8)).requires_grad_(False)
+    >>> report = pw.quantize_(model, "int8")
+    >>> report = pw.freeze_(model)
+    >>> isinstance(model[0], pw.FrozenLinear)
+    True
     """
     rows = []
     for where in list(places(model)):

@@ -95,6 +95,17 @@ def fuse_(model: nn.Module, example: Any = None) -> Report:
     or an activation like SiLU rounds differently. The graph is that of torch.fx.
 
     Parameters, buffers, hooks, ties and the state dict stay the same. :func:`thaw_` undoes it exactly.
+
+    >>> import torch, pennyweight as pw
+    >>> layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, norm_first=True)
+    >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    >>> report = pw.quantize_(model, "int8")
+    >>> x = torch.randn(1, 5, 64)
+    >>> before = model(x)
+    >>> report = pw.fuse_(model, x)
+    >>> torch.allclose(model(x), before, rtol=1e-3, atol=1e-3)
+    True
+    >>> report = pw.thaw_(model)
     """
     rows, notes = [], []
     with _evaluating(model):

@@ -67,6 +67,12 @@ def recommend(
     parameters, so memory is needed for one quantized copy at a time (a full copy if a config has a handler), and to
     measure layers. A candidate outside the bounds is not timed. Raises ValueError for invalid inputs or bounds; a
     config that cannot be applied gets a row with the reason.
+
+    >>> import torch, pennyweight as pw
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+    >>> best = pw.recommend(model, torch.randn(4, 64), candidates=["int8", "int4"], seconds=0.01)
+    >>> best.config is None or pw.plan(model, best.config) is not None  # None: float is the fastest here
+    True
     """
     if any(bound is not None and not bound > 0 for bound in (max_bytes, max_error)):
         raise ValueError(f"max_bytes and max_error must be positive, got {max_bytes} and {max_error}")

@@ -81,6 +81,15 @@ def convert(
     raises unless ``requantize``. Peak memory is about the largest tensor, less where it can be read by rows. Raises
     CheckpointError for a bad source or a folder with other contents, ValueError for unknown options, OSError if a write
     fails.
+
+    >>> import tempfile, torch, pennyweight as pw
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 8))
+    >>> report = pw.quantize_(model, pw.Int8WeightOnlyConfig())
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     pw.save(model, f"{folder}/ours")
+    ...     report = pw.convert(f"{folder}/ours", f"{folder}/theirs", to="compressed-tensors")
+    >>> [(row.name, row.sqnr) for row in report.quantized]
+    [('0.weight', inf)]
     """
     to = {"native": "pennyweight", "safetensors": "float"}.get(to, to)
     if for_ is not None and engine_of(for_).formats == (GGUF,) and to == "pennyweight":

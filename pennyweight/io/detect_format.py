@@ -52,6 +52,15 @@ def open(path: str | os.PathLike[str], *, allow_pickle: bool = False, mmap: bool
     mmap: tensors are memory-mapped and take no memory until used. Mapped files may be replaced by a rename or removed,
     as all writers of this library do, but not truncated or written in place: the next access to a tensor would end the
     process (SIGBUS) or see changed data. False reads tensors into their own memory.
+
+    >>> import tempfile, torch, pennyweight as pw
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 8))
+    >>> report = pw.quantize_(model, "int8")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     pw.save(model, folder)
+    ...     with pw.open(folder) as checkpoint:
+    ...         print(checkpoint.format, sorted(checkpoint), list(checkpoint.quantized))
+    pennyweight ['0.bias', '0.weight'] ['0.weight']
     """
     path = os.fspath(path)
     return retry_while_replaced(path, lambda: _open(path, allow_pickle, mmap))

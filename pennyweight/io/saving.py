@@ -38,6 +38,15 @@ def save(
     the last to finish wins. Raises CheckpointError naming a tensor that cannot be stored, and OSError if a write fails.
     A transformers config.json in the folder gets a "quantization_config", so that quantized weights are not taken for
     missing ones.
+
+    >>> import tempfile, torch, pennyweight as pw
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 8))
+    >>> report = pw.quantize_(model, "int8")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     pw.save(model, folder)
+    ...     again = pw.load(folder, torch.nn.Sequential(torch.nn.Linear(64, 8)))
+    >>> torch.equal(again[0].weight.dequantize(), model[0].weight.dequantize())
+    True
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps the module and adds a prefix to names
     state_dict = _state_dict(model) if isinstance(model, nn.Module) else model

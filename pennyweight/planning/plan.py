@@ -118,6 +118,13 @@ def plan(
 
     Works on the meta device. Raises PlanError if the plan quantizes nothing, a key or an entry of ``skip`` matches
     nothing, the config does not fit a layer, or the model is frozen.
+
+    >>> import torch, pennyweight as pw
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.LayerNorm(4096))
+    >>> planned = pw.plan(model, pw.Int4WeightOnlyConfig(group_size=128)).report()
+    >>> [row.name for row in planned.quantized], [row.name for row in planned.skipped][-2:]
+    (['0.weight'], ['1.weight', '1.bias'])
     """
     config, skip, on_indivisible = resolve_arguments(config, skip, on_indivisible)
     if on_indivisible not in ON_INDIVISIBLE:

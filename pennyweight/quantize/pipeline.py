@@ -98,6 +98,14 @@ def quantize_(
     report row. With torch.distributed, each rank passes its own share of the data, and all ranks get the same model.
 
     Raises PlanError (a ValueError).
+
+    >>> import torch, pennyweight as pw
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 8))
+    >>> report = pw.quantize_(model, pw.Int8WeightOnlyConfig(), skip=["2"])
+    >>> [(row.name, row.bytes_before, row.bytes_after) for row in report.quantized]
+    [('0.weight', 32768, 8704)]
+    >>> type(model[0].weight).__name__, tuple(model(torch.randn(3, 64)).shape)
+    ('AffineQuantizedTensor', (3, 8))
     """
     if not isinstance(config, (AOBaseConfig, str)) and callable(config):
         if calibration is not None or algorithm is not None:

@@ -54,6 +54,14 @@ def compare(
     and each module's training mode is restored. Layers are matched by the names of their weights. Memory: the float
     model's layer outputs of one batch, at most 1 GiB at a time. Raises ValueError if the outputs cannot be compared, or
     if there are no batches.
+
+    >>> import copy, torch, pennyweight as pw
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+    >>> small = copy.deepcopy(model)
+    >>> report = pw.quantize_(small, "int8")
+    >>> found = pw.compare(model, small, [torch.randn(16, 64)])
+    >>> [layer.name for layer in found.layers]
+    ['0.weight', '2.weight']
     """
     if kind is not None and kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, or None to detect it, got {kind!r}")

@@ -37,6 +37,13 @@ def load(
              CheckpointError, with the value and its bound, if the outputs differ. The model is already filled then
 
     Raises CheckpointError; all others are raised before anything in the model has changed.
+
+    >>> import tempfile, torch, pennyweight as pw
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     pw.save({"a": torch.ones(2, 3)}, folder)
+    ...     pw.load(folder)
+    {'a': tensor([[1., 1., 1.],
+            [1., 1., 1.]])}
     """
     if verify and model is None:
         raise ValueError("load(verify=True) runs the model; pass one, or leave verify out")

@@ -196,6 +196,15 @@ def search(
     measured once for the chosen allocation (``interaction``) and included in the prediction. Needs scipy. Memory: the
     model, the statistics of one block, and all quantized weights, packed. Raises PlanError for an invalid budget or one
     that no allocation meets; size and time are checked before any weight is quantized.
+
+    >>> import torch, pennyweight as pw
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+    >>> batches = [torch.randn(32, 64) for _ in range(4)]
+    >>> configs = [pw.UIntXWeightOnlyConfig(bits, 32) for bits in (torch.uint2, torch.uint4)]
+    >>> found = pw.search(model, batches, "4 bpw", candidates=configs)
+    >>> report = pw.quantize_(model, found.config)
+    >>> len(report.quantized)
+    2
     """
     batches = read(batches, "batches", together=True)
     if len(batches) < 2:

@@ -35,6 +35,16 @@ class QATConfig(AOBaseConfig):
 
     ``calibration`` and ``algorithm`` of ``quantize_`` apply to "prepare": training then starts at the solver's codes.
     Scales that are quantized themselves (NF4, MX) are not trained.
+
+    >>> import torch, pennyweight as pw
+    >>> model, int4 = torch.nn.Sequential(torch.nn.Linear(64, 8)), pw.Int4WeightOnlyConfig(group_size=32)
+    >>> report = pw.quantize_(model, pw.QATConfig(int4, step="prepare"))
+    >>> model(torch.randn(4, 64)).square().mean().backward()  # gradients of the latent float weight
+    >>> model[0].weight.grad is not None
+    True
+    >>> report = pw.quantize_(model, pw.QATConfig(int4, step="convert"))
+    >>> type(model[0].weight).__name__
+    'AffineQuantizedTensor'
     """
 
     base_config: AOBaseConfig | None = None
