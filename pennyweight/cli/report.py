@@ -56,7 +56,7 @@ def report(
     trials: Annotated[
         int | None,
         typer.Option(
-            help="Changes to try for the next steps, each a run of both models; 0 for none. Default: 8, and none with "
+            help="Changes to try for the next steps, each a run of both models; 0 for none. Default: 8; 1 each for "
             "several models."
         ),
     ] = None,

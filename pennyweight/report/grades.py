@@ -54,6 +54,6 @@ def graded(comparison: Comparison) -> tuple[Scale, float]:
     return (KL, comparison.kl.mean) if comparison.kl is not None else (OUTPUT, comparison.sqnr)
 
 
-def percent(decibels: float) -> float:
+def relative_error_of(decibels: float) -> float:
     """The relative error of an SQNR: 10^(-dB / 20)."""
     return 10.0 ** (-decibels / 20)

@@ -15,7 +15,7 @@ KINDS = ("embeddings", "attention", "MLP", "convolutions", "head", "norms", "oth
 # Searched in a name in this order, because names nest: "attention.output.LayerNorm" is a norm, "attention.output.dense"
 # is attention, "output.dense" is the MLP of a BERT
 _NORM = re.compile(r"(^|[._])(\w*norm\d*|ln_?\d*|ln_\w+)([._]|$)", re.I)
-_EMBEDDING = re.compile(r"(embed|\bwte\b|\bwpe\b|token_type|relative_attention_bias)", re.I)
+_EMBEDDING = re.compile(r"(embe?d|\bwte\b|\bwpe\b|token_type|relative_attention_bias)", re.I)
 _HEAD = re.compile(
     r"(^|\.)(lm_head|head|classifier|score|pooler|cls|output_projection|qa_outputs|vocab_projector)(\.|$)"
 )

@@ -10,8 +10,9 @@ from typing import Any
 from ..planning.report import Latency, size
 from . import svg_figures
 from .comparison import KL_OF, Layer
-from .grades import KL, LAYER, MARKS, OUTPUT, percent
+from .grades import KL, LAYER, MARKS, OUTPUT, relative_error_of
 from .heat_map import counts, graded_cell, heat_map
+from .layer_kinds import KINDS
 from .layers import OUTLIER, Inputs
 from .leaderboard import summary
 from .page_data import Page, Quantization
@@ -43,7 +44,7 @@ def html(page: Page) -> str:
     several = len(page.models) > 1
     out: str = environment.from_string(template).render(
         style=Markup(style), title=page.title, several=several, lead=_lead(page),
-        board=_board(page) if several else None,
+        board=_board(page) if several else None, kinds=_compared_kinds(page) if several else None,
         models=[_model(page, m, several) for m in page.models], marks=MARKS, levels=LEVELS,
         activations=[_activation(i) for i in page.inputs], outlier=f"{OUTLIER:g}",
         pareto=Markup(svg_figures.pareto_figure(page.points, _here(page), "KL over bits per weight"))
@@ -87,7 +88,7 @@ def _scales() -> list[dict[str, Any]]:
             "ranges": [
                 {
                     "grade": grade,
-                    "text": text + (f" (error {percent(b):.2g})" if s is not KL and b is not None else ""),
+                    "text": text if s is KL or b is None else f"{text} (error {100 * relative_error_of(b):.2g} %)",
                 }
                 for (grade, text), b in zip(s.ranges(), (*s.bounds, None), strict=True)
             ],
@@ -185,7 +186,7 @@ def _sources(m: Quantization) -> list[dict[str, Any]]:
     return [
         {
             "name": s.name, "weight": graded_cell(s.weight_sqnr), "inputs": graded_cell(s.inputs_sqnr),
-            "share": f"{s.share:.0%}", "wide": f"{100 * s.share:.1f}",
+            "share": f"{s.share:.1%}", "wide": f"{100 * s.share:.1f}",
         }
         for s in some[:12]
     ]  # fmt: skip
@@ -269,6 +270,21 @@ def _board(page: Page) -> dict[str, Any]:
     return {"rows": rows, "speeds": words, "metric": metric, "figures": [Markup(f) for f in figures],
             "top1": any(s.top1 is not None for s in some), "processor": page.processor,
             "rounds": page.rounds}  # fmt: skip
+
+
+def _compared_kinds(page: Page) -> dict[str, Any]:
+    """Bytes by kind of layer, a column per quantization."""
+    by_kind = [{k.kind: k for k in m.kinds} for m in page.models]
+    rows = []
+    most = max((max(k.bytes, k.bytes_float or 0) for some in by_kind for k in some.values()), default=0) or 1
+    for kind in (kind for kind in KINDS if any(kind in some for some in by_kind)):
+        before = next((some[kind].bytes_float or 0 for some in by_kind if kind in some), 0)
+        after = [some[kind].bytes if kind in some else 0 for some in by_kind]
+        rows.append({
+            "kind": kind, "before": f"{before:,}", "after": [f"{n:,}" for n in after],
+            "wide_before": f"{100 * before / most:.2f}", "wide_after": [f"{100 * n / most:.2f}" for n in after],
+        })  # fmt: skip
+    return {"rows": rows, "names": [m.name for m in page.models], "exact": page.bytes_float is not None}
 
 
 def _spoken(pairs: list[tuple[str, str]]) -> str:

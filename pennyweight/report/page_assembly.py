@@ -36,7 +36,7 @@ from .loading import (
 from .model_speed import ROUNDS, model_speeds, processor, timed_batches
 from .page import require_packages
 from .page_data import Page, Quantization
-from .suggestions import TRIALS, suggest
+from .suggestions import TRIALS, TRIALS_OF_SEVERAL, suggest
 from .verdict import verdict
 from .weight_errors import WeightErrors, weight_errors
 
@@ -69,7 +69,8 @@ def gather(
                :func:`pennyweight.report.loading.input_batches`; neither: weights only
     measure    time each kind of linear layer against float
     speed      time the whole models in turn, ``rounds`` times; default: if there are several and inputs to run
-    trials     suggestions tried by running both models; default: 8 for one checkpoint, none for several
+    trials     suggestions tried by running both models; default: 8 for one checkpoint, 1 each
+               for several
     pareto     points of other models, see svg_figures.check_points
     names      of the checkpoints on the page; default: their folders' names
     told       called with each progress message
@@ -100,7 +101,7 @@ def gather(
         told(f"loading {path}")
         loaded.append(load_folder(path, float_dir))
     several = len(paths) > 1
-    trials = (0 if several else TRIALS) if trials is None else trials
+    trials = (TRIALS_OF_SEVERAL if several else TRIALS) if trials is None else trials
     found = []
     for path, name, model in zip(paths, names, loaded, strict=True):
         found.append(

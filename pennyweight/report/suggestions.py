@@ -28,7 +28,8 @@ from .error_sources import Source
 from .grades import graded
 from .layers import model_bytes, unwrapped
 
-TRIALS = 8
+TRIALS = 8  # of one model; large float weights come first
+TRIALS_OF_SEVERAL = 1  # of each
 LARGE = 0.05  # share of the bytes from which float weights are worth a trial
 FEWER = 0.2  # share of the error that more bits must remove to be suggested
 SMALLER = 0.02  # share of the bytes that fewer bits must save
@@ -36,11 +37,13 @@ SMALLER = 0.02  # share of the bytes that fewer bits must save
 
 @dataclass(frozen=True)
 class Change:
-    """Options of ``pennyweight quantize``. whole: they replace --config; otherwise they are added to the command."""
+    """Options of ``pennyweight quantize``. whole: they replace --config; otherwise they are added to the command. note:
+    what else must change in the command."""
 
     options: tuple[str, ...]
     what: str
     whole: bool = False
+    note: str = ""
 
     @property
     def text(self) -> str:
@@ -183,7 +186,10 @@ def _left_float(found: nn.Module, comparison: Comparison) -> list[Change]:
     out = []
     tables = [w for w in floats if w.type == "Embedding"]
     if sum(w.bytes for w in tables) >= least:
-        out.append(Change(("--embeddings", "int8"), "the embeddings are float"))
+        tied = [w.name.removesuffix(".weight") for w in comparison.layers if w.tied in {t.name for t in tables}]
+        # by default a tied weight is quantized with its linear layer, so the command excludes that layer
+        note = f"leave out the option that excludes {tied[0]}" if tied else ""
+        out.append(Change(("--embeddings", "int8"), "the embeddings are float", note=note))
     for w in sorted(floats, key=lambda w: -w.bytes):
         if w.type == "Linear" and w.bytes >= least:
             out.append(Change(("--layer", f"{_module(w)}=int8"), f"{_module(w)} is float"))
@@ -207,14 +213,14 @@ def _more_bits(comparison: Comparison, sources: Mapping[str, Source]) -> list[Ch
     worst = sorted(once, key=lambda w: -_noise(w))
     narrow = [w for w in worst if w.bits_per_weight < 7.5]
     out = []
-    acts = [w for w in worst if w.name in sources and sources[w.name].share > 0.5]
-    if acts:
-        pairs = [(_module(w), "int8" if w.bits_per_weight > 7 else "int4:32") for w in acts[:4]]
+    inputs = [w for w in worst if w.name in sources and sources[w.name].share > 0.5]
+    if inputs:
+        pairs = [(_module(w), "int8" if w.bits_per_weight > 7 else "int4:32") for w in inputs[:4]]
         options = tuple(x for name, config in pairs for x in ("--layer", f"{name}={config}"))
         out.append(Change(options, "quantized inputs cause most of the error of these layers"))
     groups: dict[str, list[Layer]] = {}
     for w in narrow:
-        groups.setdefault(_pattern(w), []).append(w)
+        groups.setdefault(pattern_of(w.name), []).append(w)
     ranked = sorted(groups, key=lambda k: -sum(map(_noise, groups[k])) / sum(w.bytes for w in groups[k]))
     for key in ranked[:2]:
         if len(groups[key]) > 1:
@@ -232,7 +238,8 @@ def _more_bits(comparison: Comparison, sources: Mapping[str, Source]) -> list[Ch
     elif bits < 4:
         out.append(Change(("--config", "int4", "--group-size", "32"), "fewer than 4 bits cost much", True))
     if bits < 6.5:
-        out.append(Change(("--config", "int6"), "more bits everywhere", True))
+        acts = any(" × " in w.scheme for w in comparison.quantized)
+        out.append(Change(("--config", "int8-dynamic" if acts else "int6"), "more bits everywhere", True))
     return out
 
 
@@ -250,11 +257,11 @@ def _module(w: Layer) -> str:
     return w.name.removesuffix(".weight")
 
 
-def _pattern(w: Layer) -> str:
-    """The layer's name with * for the part up to its number, so that it matches all depths."""
-    parts = _module(w).split(".")
+def pattern_of(name: str) -> str:
+    """A --layer pattern for a layer at all depths: the name of its module, with * for its first number."""
+    parts = name.removesuffix(".weight").split(".")
     at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
-    return _module(w) if at is None else ".".join([*parts[:at], "*", *parts[at + 1 :]])
+    return ".".join(parts if at is None else [*parts[:at], "*", *parts[at + 1 :]])
 
 
 # -- choice ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from ..planning.report import Latency, size
 from .comparison import KL_OF, Comparison, Layer
 from .grades import GRADES, LAYER, graded
 from .layer_kinds import KindBytes
-from .suggestions import Suggestion
+from .suggestions import Suggestion, pattern_of
 
 LEVELS = {"good": "Good", "fine": "Fine", "watch": "Watch", "bad": "Bad", "": "Not measured"}
 SHOWN = 5  # next steps
@@ -103,7 +104,8 @@ def _step(s: Suggestion, kinds: Sequence[KindBytes], total: int) -> Step:
     effect = f"{s.metric} stays {before}" if before == after else f"{s.metric} {before} → {after} ({s.grade_after})"
     if s.saves <= 0:
         effect += f", {s.removes:.0%} less"
-    return Step(f"{why[0].upper()}{why[1:]}: {moved}; {effect}.", s.change.text)
+    note = f" {s.change.note[0].upper()}{s.change.note[1:]}." if s.change.note else ""
+    return Step(f"{why[0].upper()}{why[1:]}: {moved}; {effect}.{note}", s.change.text)
 
 
 def _share(value: float) -> str:
@@ -111,17 +113,37 @@ def _share(value: float) -> str:
 
 
 def _slower(latency: Mapping[str, Sequence[Latency]], speed: float | None) -> list[Step]:
-    slow = [(name, t) for name, times in latency.items() for t in times if t.slower]
     out = []
+    slow = {name for name, times in latency.items() if any(t.slower for t in times)}
     if slow:
-        name, t = min(slow, key=lambda item: item[1].speed)
-        count = len({name for name, _ in slow})
-        what = f"{count} of {len(latency)} layers are slower than float here; the slowest has {t.speed:.2f}× its speed"
-        module = name.removesuffix(".weight")
-        out.append(Step(f"{what} at {t.label} row{'s' * (t.label != '1')}.", f"--layer '{module}=none'"))
+        lost = _lost(latency)
+        text = f"{len(slow)} of {len(latency)} layers are slower than float here"
+        options = ""
+        if lost:
+            (key, label), (count, micros) = max(lost.items(), key=lambda item: item[1][1])
+            rows = f"{label} row{'s' * (label != '1')}"
+            some = f"these {count} are" if count > 1 else "this one is"
+            text += f"; as float, {some} {micros:.3g} µs faster in all at {rows}"
+            options = shlex.join(("--layer", f"{key}=none"))
+        out.append(Step(f"{text}.", options))
     if speed is not None and speed < 0.95:
         out.append(Step(f"The model has {speed:.2f}× the speed of float here; pennyweight explain shows the kernels."))
     return out
+
+
+def _lost(latency: Mapping[str, Sequence[Latency]]) -> dict[tuple[str, str], tuple[int, float]]:
+    """(pattern, rows) -> (layers, microseconds that they lose to float), if all layers of that pattern are slower."""
+    groups: dict[tuple[str, str], list[Latency]] = {}
+    for name, times in latency.items():
+        for t in times:
+            groups.setdefault((pattern_of(name), t.label), []).append(t)
+    lost = {key: (len(ts), sum(t.quantized_us - t.float_us for t in ts)) for key, ts in groups.items()
+            if all(t.slower for t in ts)}  # fmt: skip
+    # a pattern that wins at another number of rows is no clear loss
+    net = {
+        p: sum(t.quantized_us - t.float_us for key, ts in groups.items() if key[0] == p for t in ts) for p, _ in lost
+    }
+    return {key: value for key, value in lost.items() if net[key[0]] > 0}
 
 
 def _largest(kinds: Sequence[KindBytes], total: int) -> list[Step]:

@@ -95,13 +95,15 @@ def _matrix(x: Tensor, site: Site | str) -> Tensor:
     """[output channels, everything else]; the experts of a stack have channels of their own."""
     if isinstance(site, Site) and site.transposed:
         x = x.transpose(-2, -1)
+    if isinstance(site, Site) and site.op == "transposed_convolution":  # [inputs, outputs, ..]
+        x = x.transpose(0, 1)
     experts = x.ndim == 3 and (not isinstance(site, Site) or site.op == "bmm")
     return x.reshape(-1, x.shape[-1]) if experts else x.reshape(len(x), -1)
 
 
 def _blocks(e: Tensor, w: AffineQuantizedTensor, total: float) -> tuple[tuple[int, int, int, float], ...]:
-    """The worst blocks of consecutive inputs in a channel: those that share a scale, or of 128 inputs."""
-    size = blocks.resolve(w.spec.block, w.stored_shape)[-1]
+    """The worst blocks of consecutive inputs in a channel: those of a matrix that share a scale, or 128 inputs."""
+    size = blocks.resolve(w.spec.block, w.stored_shape)[-1] if w.ndim == 2 else 0
     size = size if 1 < size < e.shape[1] else min(128, e.shape[1])
     padded = torch.nn.functional.pad(e, (0, -e.shape[1] % size)).reshape(len(e), -1, size)
     noise = padded.square().sum(-1)
