@@ -56,8 +56,8 @@ def report(
     trials: Annotated[
         int | None,
         typer.Option(
-            help="Changes to try for the next steps, each a run of both models; 0 for none. Default: 8; 1 each for "
-            "several models."
+            help="Changes to try for the next steps, each a run of both models; 0 for none. Default: 8, 1 each for "
+            "several models, and no more after a minute or twice the time of the comparison."
         ),
     ] = None,
     pareto: Annotated[

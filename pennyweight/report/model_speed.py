@@ -96,4 +96,5 @@ def processor() -> str:
         name = found[1].strip() if found else name
     except OSError:  # not Linux
         pass
-    return f"{name} ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()}), {threads} thread{'s' * (threads > 1)}"

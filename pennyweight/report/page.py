@@ -116,6 +116,7 @@ def _model(page: Page, m: Quantization, several: bool) -> dict[str, Any]:
         "name": m.name, "verdict": m.verdict, "tiles": _tiles(page, m), "heat": heat_map(m.layers),
         "counts": counts(m.layers), "figures": figures, "kinds": _kinds(m), "sources": _sources(m),
         "unmatched": m.unmatched,
+        "tried": bool(m.suggestions),
     }  # fmt: skip
 
 

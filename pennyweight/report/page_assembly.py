@@ -6,6 +6,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from .weight_errors import WeightErrors, weight_errors
 
 Told = Callable[[str], None]
 FIGURES, FIGURES_OF_SEVERAL, ACTIVATIONS = 6, 3, 3  # layers shown
+PATIENCE = 60.0  # seconds of trials if their number was not given
 
 
 def gather(
@@ -69,8 +71,8 @@ def gather(
                :func:`pennyweight.report.loading.input_batches`; neither: weights only
     measure    time each kind of linear layer against float
     speed      time the whole models in turn, ``rounds`` times; default: if there are several and inputs to run
-    trials     suggestions tried by running both models; default: 8 for one checkpoint, 1 each
-               for several
+    trials     suggestions tried by running both models; default: 8 for one checkpoint, 1 each for several, and none
+               starts after a minute, or twice the time of the comparison if that is longer
     pareto     points of other models, see svg_figures.check_points
     names      of the checkpoints on the page; default: their folders' names
     told       called with each progress message
@@ -101,11 +103,14 @@ def gather(
         told(f"loading {path}")
         loaded.append(load_folder(path, float_dir))
     several = len(paths) > 1
+    patience = PATIENCE if trials is None else math.inf
     trials = (TRIALS_OF_SEVERAL if several else TRIALS) if trials is None else trials
     found = []
     for path, name, model in zip(paths, names, loaded, strict=True):
         found.append(
-            _measured(exact, model, path, name, batches, float_dir, bool(inputs), measure, trials, several, told)
+            _measured(
+                exact, model, path, name, batches, float_dir, bool(inputs), measure, (trials, patience), several, told
+            )
         )
     timed = batches and (several if speed is None else speed)
     if timed:
@@ -127,21 +132,24 @@ def gather(
 
 def _measured(
     exact: nn.Module, model: nn.Module, path: str, name: str, batches: Sequence[Any], float_dir: str, given: bool,
-    measure: bool, trials: int, several: bool, told: Told,
+    measure: bool, trials: tuple[int, float], several: bool, told: Told,
 ) -> Quantization:  # fmt: skip
-    """All measurements of one quantization but the speed of the whole model. given: inputs instead of text."""
+    """All measurements of one quantization but the speed of the whole model. given: inputs instead of text;
+    trials: their number, and the seconds after which none starts, or twice the time of the comparison."""
     comparison: Comparison | None = None
     found = Quantization(name, path, (), model_bytes(model), model_kinds(model, exact), model_bytes(exact))
     if batches:
         told(f"comparing {path}")
         how: dict[str, Any] = {"pooling": pooling_of(float_dir)} | ({} if given else {"kind": kind_of_model(exact)})
+        start = perf_counter()
         comparison = compare(exact, model, batches, **how)
+        seconds = max(trials[1], 2 * (perf_counter() - start))
         found.layers, found.unmatched = comparison.layers, comparison.unmatched
         found.sources = error_sources(exact, model, batches)
-        if trials and _is_native(path):
+        if trials[0] and _is_native(path):
             how["kind"] = comparison.kind
             found.suggestions = suggest(
-                exact, model, comparison, batches, found.sources, trials=trials, told=told, **how
+                exact, model, comparison, batches, found.sources, trials=trials[0], seconds=seconds, told=told, **how
             )
     else:
         found.layers, found.unmatched = compare_weights(exact, model)
@@ -154,7 +162,7 @@ def _measured(
 
 def _names(paths: Sequence[str]) -> list[str]:
     """The folders' names; whole paths if two are equal."""
-    names = [os.path.basename(os.path.realpath(p)) or p for p in paths]
+    names = [os.path.basename(os.path.abspath(p)) or p for p in paths]
     return names if len(set(names)) == len(names) else list(paths)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..planning.report import Latency
@@ -101,15 +101,15 @@ class Page:
     def standings(self) -> list[Standing]:
         """The leaderboard, the smallest error first."""
         out = []
-        for letter, m in zip(letters(len(self.models)), self.models, strict=True):
+        for m in self.models:
             c = m.comparison
             error, grade, top1 = None, "", None
             if c is not None:
                 scale, value = graded(c)
                 error, grade, top1 = c.kl.mean if c.kl is not None else c.error, scale.grade(value), c.top1
             speed = tuple(s.speed for s in m.speed)
-            out.append(Standing(letter, m.name, m.bytes, m.bits_per_weight, error, grade, top1, speed))
-        return ranked(out)
+            out.append(Standing("", m.name, m.bytes, m.bits_per_weight, error, grade, top1, speed))
+        return [replace(s, letter=x) for x, s in zip(letters(len(out)), ranked(out), strict=True)]
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers of the page as plain data; infinities and NaN are the strings "inf", "-inf", "nan"."""

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor, nn
@@ -88,16 +89,20 @@ class Suggestion:
 def suggest(
     exact: nn.Module, found: nn.Module, comparison: Comparison, batches: Sequence[Any],
     sources: Mapping[str, Source], *, kind: str, pooling: str, trials: int = TRIALS,
-    told: Callable[[str], None] = lambda text: None,
+    seconds: float = math.inf, told: Callable[[str], None] = lambda text: None,
 ) -> list[Suggestion]:  # fmt: skip
     """Suggestions that were measured to help, best first.
 
     A suggestion either removes at least a fifth of the error, or saves at least 2 % of the bytes with outputs that are
     still good or fine, or not more than 5 % worse. Order: :attr:`Suggestion.gain`. ``trials`` limits the runs of both
-    models. None that another one beats in both bytes and error.
+    models; none starts after ``seconds``. None that another one beats in both bytes and error.
     """
     out = []
+    end = perf_counter() + seconds
     for change in _candidates(found, comparison, sources)[:trials]:
+        if perf_counter() > end:
+            told("no time for more trials; --trials N sets their number")
+            break
         told(f"trying {change.text}")
         tried = try_change(exact, found, comparison, batches, change, kind=kind, pooling=pooling)
         if tried is not None and _helps(tried):

@@ -124,7 +124,8 @@ def test_inputs_of_a_model_without_text(run: Any, tmp_path: Path) -> None:
     )
     save_file({"pixel_values": torch.randn(10, 3, 16, 16)}, tmp_path / "images.safetensors")
     how = ("--float", tmp_path / "net", "--inputs", tmp_path / "images.safetensors", "--batch", 4, "--limit", 9)
-    result = run("report", tmp_path / "small", *how, "-o", tmp_path / "p.html", "--json", "-", "--speed")
+    result = run("report", tmp_path / "small", *how, "-o", tmp_path / "p.html", "--json", "-", "--speed", "--rounds", 1,
+                 "--trials", 0)  # fmt: skip
     assert result.exit_code == 0, result.stderr
     (model,) = json.loads(result.stdout)["models"]
     assert model["comparison"]["rows"] == 9

@@ -12,7 +12,7 @@ from pennyweight.report.layers import model_bytes
 from pennyweight.report.loading import load_folder
 from pennyweight.report.page_assembly import gather
 from pennyweight.report.page_data import Page
-from pennyweight.report.suggestions import Change, replaced, try_change
+from pennyweight.report.suggestions import Change, replaced, suggest, try_change
 from tests.report.small import llama, prompts, quantized
 
 
@@ -97,3 +97,13 @@ def test_changes_that_do_not_fit_are_left_out() -> None:
     for options in (("--layer", "nothing=int8"), ("--config", "int4", "--group-size", "32")):  # as it is already
         change = Change(options, "", options[0] == "--config")
         assert try_change(model, small, comparison, prompts(), change, kind="logits", pooling="mean") is None
+
+
+def test_trials_end_in_time() -> None:
+    model = llama()
+    small = quantized(model)
+    comparison = pw.compare(model, small, prompts())
+    said: list[str] = []
+    how: dict[str, Any] = {"kind": "logits", "pooling": "mean", "told": said.append}
+    assert suggest(model, small, comparison, prompts(), {}, seconds=-1.0, **how) == []
+    assert said == ["no time for more trials; --trials N sets their number"]

@@ -222,7 +222,7 @@ def test_speed_in_turn() -> None:
     assert one.seconds > 0
     with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
         model_speeds([model], batches, rounds=0)
-    assert "threads" in processor()
+    assert "thread" in processor()
 
 
 def test_what_is_timed() -> None:
