@@ -10,27 +10,56 @@ from typing import Annotated, Any
 import typer
 
 from .evaluate import Batch, Length, Limit, Texts
-from .output import Traceback, report_errors
+from .output import Traceback, check_report_path, report_errors
 
 MAX_PARETO_BYTES = 1 << 20
 
 
 @report_errors
 def report(
-    quantized_dir: Annotated[
-        str,
+    quantized_dirs: Annotated[
+        list[str],
         typer.Argument(
-            metavar="QUANTIZED_DIR", help="A quantized checkpoint, of any format that inspect reads, or a Hub id."
+            metavar="QUANTIZED_DIR...",
+            help="A quantized checkpoint, of any format that inspect reads, or a Hub id; several of one model are "
+            "compared.",
         ),
     ],
     float_dir: Annotated[
         str, typer.Option("--float", metavar="FLOAT_DIR", help="The float model's folder, to measure errors against.")
     ] = "",
     text: Texts = None,
+    inputs: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="Instead of --text: a safetensors file of the model's arguments (pixel_values, input_features), one "
+            "sample per row.",
+        ),
+    ] = "",
     out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help="The HTML file.")] = "report.html",
+    report_path: Annotated[
+        str,
+        typer.Option("--json", metavar="FILE", help="Write all numbers as JSON; - for stdout, without the summary."),
+    ] = "",
     measure: Annotated[
         bool, typer.Option("--measure", help="Time linear layers against float on this machine, at 1 and 64 rows.")
     ] = False,
+    speed: Annotated[
+        bool | None,
+        typer.Option(
+            "--speed/--no-speed",
+            help="Time the whole models in turn on this machine; default: with several, if there are inputs.",
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds of --speed.")] = 5,
+    trials: Annotated[
+        int | None,
+        typer.Option(
+            help="Changes to try for the next steps, each a run of both models; 0 for none. Default: 8, 1 each for "
+            "several models, and no more after a minute or twice the time of the comparison."
+        ),
+    ] = None,
     pareto: Annotated[
         str,
         typer.Option(metavar="FILE", help="JSON with other models to compare: a list of name, bits_per_weight, kl."),
@@ -42,15 +71,24 @@ def report(
 ) -> None:
     """Write a report as one self-contained HTML page.
 
-    Shows sizes and schemes; with --float the error of each weight; with --text the error of outputs and layers.
+    Shows a verdict with next steps, sizes and schemes; with --float the error of each weight; with --text or --inputs
+    the error of outputs and layers. Several quantizations of one model get a leaderboard. See docs/report.md.
     """
-    if text and not float_dir:
-        raise ValueError("--text needs --float: the model with the reference outputs")
+    given = "--text" if text else "--inputs" if inputs else "--speed" if speed else "--trials" if trials else ""
+    if text and inputs:
+        raise ValueError("--text and --inputs are two ways to give the models' inputs; pass one of them")
+    if given and not float_dir:
+        raise ValueError(f"{given} needs --float: the model with the reference outputs")
     if measure and not float_dir:
         raise ValueError("--measure needs --float: speed is relative to the float model")
+    if given in ("--speed", "--trials"):
+        raise ValueError(f"{given} runs the models; pass --text or --inputs")
+    if rounds < 1 or (trials is not None and trials < 0):
+        raise ValueError(f"--rounds must be at least 1 and --trials at least 0, got {rounds} and {trials}")
     folder = os.path.dirname(os.path.abspath(out))
     if os.path.isdir(out) or not os.path.isdir(folder):
         raise ValueError(f"{out}: {'is a folder' if os.path.isdir(out) else f'folder {folder} does not exist'}")
+    check_report_path(report_path, None)
     points = read_points(pareto) if pareto else None
 
     from ..io import local_path
@@ -59,16 +97,27 @@ def report(
     from ..report.page_assembly import gather
 
     command = _command(
-        quantized_dir, float=(float_dir, ""), text=(text or [], ""), measure=(measure, False), pareto=(pareto, ""),
+        *quantized_dirs, float=(float_dir, ""), text=(text or [], ""), inputs=(inputs, ""), measure=(measure, False),
+        speed=(speed is True, False), trials=(trials, None), rounds=(rounds, 5), pareto=(pareto, ""),
         batch=(batch, 8), length=(length, 256), limit=(limit, 64), out=(out, "report.html"),
+        **{"no-speed": (speed is False, False)},
     )  # fmt: skip
     page = gather(
-        local_path(quantized_dir), local_path(float_dir), text or (), command=command, batch=batch, length=length,
-        limit=limit or None, measure=measure, pareto=points, told=_tell,
+        [local_path(d) for d in quantized_dirs], local_path(float_dir), text or (), command=command, batch=batch,
+        length=length, limit=limit or None, inputs=inputs, measure=measure, speed=speed, rounds=rounds, trials=trials,
+        pareto=points, told=_tell,
     )  # fmt: skip
     data = html(page).encode()
     write_bytes(out, data)
-    typer.echo(f"{out}: {len(data):,} bytes, {len(page.layers)} layers")
+    if report_path == "-":
+        typer.echo(page.to_json())
+        return
+    if report_path:
+        write_bytes(report_path, f"{page.to_json()}\n".encode())
+    typer.echo(f"{out}: {len(data):,} bytes, {len(page.models[0].layers)} layers")
+    for model in page.models:
+        name = f"{model.name}: " if len(page.models) > 1 else ""
+        typer.echo(f"{name}{model.verdict.title}: {model.verdict.text}")
 
 
 def read_points(path: str) -> Any:
@@ -91,7 +140,7 @@ def _command(*arguments: Any, **options: Any) -> str:
         for one in value if isinstance(value, list) else [value]:
             if one is True:
                 words.append(flag)
-            elif one != usual:
+            elif one is not False and one != usual:
                 words += [flag, str(one)]
     return shlex.join(words)
 

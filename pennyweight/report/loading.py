@@ -199,6 +199,23 @@ def text_batches(
     return [_padded(sequences[i : i + batch], padding) for i in range(0, len(sequences), batch)]
 
 
+def input_batches(path: str, batch: int = BATCH, limit: int | None = LIMIT) -> list[dict[str, Tensor]]:
+    """Batches from a safetensors file that holds the model's keyword arguments ("pixel_values", "input_features") with
+    one sample per row; at most ``limit`` samples. Raises ValueError, and CheckpointError for the file.
+    """
+    if batch < 1 or (limit is not None and limit < 1):
+        raise ValueError(f"batch and limit must be at least 1, got {batch} and {limit}")
+    named = loading.load(path)
+    rows = {name: len(t) if t.ndim else 0 for name, t in named.items()}
+    if not rows or len(set(rows.values())) != 1 or 0 in rows.values():
+        raise ValueError(
+            f"{path}: every input needs the same number of samples on its first axis, got "
+            + (", ".join(f"{name} {list(t.shape)}" for name, t in named.items()) or "no tensor")
+        )
+    count = min(next(iter(rows.values())), limit or 1 << 62)
+    return [{name: t[i : min(i + batch, count)] for name, t in named.items()} for i in range(0, count, batch)]
+
+
 def _windows(tokenizer: Any, text: str, length: int) -> list[list[int]]:
     ids = tokenizer(text, verbose=False)["input_ids"]
     return [w for i in range(0, len(ids), length) if len(w := ids[i : i + length]) > 1]

@@ -1,4 +1,4 @@
-"""Collects the data of an HTML report from folders: loads, runs and times the models, draws the figures."""
+"""Collects the data of a report page from folders: loads, runs and times the models."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 import os
 import platform
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..core.tensor import AffineQuantizedTensor
 from ..io import open as open_checkpoint
@@ -20,15 +21,33 @@ from ..planning.report import Latency
 from . import svg_figures
 from .compare_models import compare, compare_weights
 from .comparison import Comparison, Layer
-from .layers import activations, flat_values, model_bytes, pairs, unwrapped
-from .loading import kind_of_model, load_folder, load_tokenizer, pooling_of, read_texts, text_batches
-from .page import ACTIVATIONS, HISTOGRAMS, Page, require_packages
+from .error_sources import error_sources
+from .layer_kinds import KindBytes, model_kinds, stored_kinds
+from .layers import Inputs, activations, model_bytes, pairs, unwrapped
+from .loading import (
+    input_batches,
+    is_causal,
+    kind_of_model,
+    load_folder,
+    load_tokenizer,
+    pooling_of,
+    read_texts,
+    text_batches,
+)
+from .model_speed import ROUNDS, model_speeds, processor, timed_batches
+from .page import require_packages
+from .page_data import Page, Quantization
+from .suggestions import TRIALS, TRIALS_OF_SEVERAL, suggest
+from .verdict import verdict
+from .weight_errors import WeightErrors, weight_errors
 
 Told = Callable[[str], None]
+FIGURES, FIGURES_OF_SEVERAL, ACTIVATIONS = 6, 3, 3  # layers shown
+PATIENCE = 60.0  # seconds of trials if their number was not given
 
 
 def gather(
-    quantized_dir: str,
+    quantized: str | Sequence[str],
     float_dir: str = "",
     texts: Sequence[str] = (),
     *,
@@ -36,104 +55,168 @@ def gather(
     batch: int,
     length: int,
     limit: int | None,
+    inputs: str = "",
     measure: bool = False,
+    speed: bool | None = None,
+    rounds: int = ROUNDS,
+    trials: int | None = None,
     pareto: Any = None,
+    names: Sequence[str] = (),
     told: Told = lambda text: None,
 ) -> Page:
-    """The page of a quantized checkpoint.
+    """The page of one quantized checkpoint, or of several of one model.
 
     float_dir  the float model's folder; "": sizes and schemes only
-    texts      text files to run both models on; none: weights only
+    texts      text files to run the models on; inputs: instead, a safetensors file of the arguments of the model, see
+               :func:`pennyweight.report.loading.input_batches`; neither: weights only
     measure    time each kind of linear layer against float
+    speed      time the whole models in turn, ``rounds`` times; default: if there are several and inputs to run
+    trials     suggestions tried by running both models; default: 8 for one checkpoint, 1 each for several, and none
+               starts after a minute, or twice the time of the comparison if that is longer
     pareto     points of other models, see svg_figures.check_points
+    names      of the checkpoints on the page; default: their folders' names
     told       called with each progress message
 
-    Raises ValueError (CheckpointError for files) and OSError.
+    With several, all models are in memory at once. Raises ValueError (CheckpointError for files) and OSError.
     """
     require_packages()
-    title = os.path.basename(os.path.realpath(quantized_dir)) or quantized_dir
+    paths = [quantized] if isinstance(quantized, str) else list(quantized)
+    if not paths:
+        raise ValueError("a report needs at least one quantized checkpoint")
+    names = names or _names(paths)
     points = None if pareto is None else svg_figures.check_points(pareto)
+    title = names[0] if len(paths) == 1 else f"{len(paths)} quantizations of {_names([float_dir])[0] or 'a model'}"
     if not float_dir:
-        page = Page(title, command, _versions(), *_stored(quantized_dir))
-        return _with_pareto(page, points)
+        stored = [_stored(path, name) for path, name in zip(paths, names, strict=True)]
+        return Page(title, command, _versions(), stored, points=points)
     written = read_texts(texts)
     told(f"loading {float_dir}")
     exact = load_folder(float_dir)
-    told(f"loading {quantized_dir}")
-    found = load_folder(quantized_dir, float_dir)
-    comparison: Comparison | None = None
-    inputs = []
-    if written:
+    batches: list[Any] = []
+    if inputs:
+        batches = input_batches(inputs, batch, limit)
+    elif written:
         tokenizer = load_tokenizer(float_dir)
-        batches = text_batches(exact, tokenizer, written, batch=batch, length=length, limit=limit)
-        told("comparing")
-        comparison = compare(exact, found, batches, kind=kind_of_model(exact), pooling=pooling_of(float_dir))
-        layers, unmatched = comparison.layers, comparison.unmatched
-        inputs = _inputs(exact, batches)
-    else:
-        layers, unmatched = compare_weights(exact, found)
-    latency: dict[str, tuple[Latency, ...]] = {}
-    if measure:
-        latency = time_layers(exact, found, progress=lambda name: told(f"timing layers such as {name}"))
+        batches = list(text_batches(exact, tokenizer, written, batch=batch, length=length, limit=limit))
+    loaded = []
+    for path in paths:
+        told(f"loading {path}")
+        loaded.append(load_folder(path, float_dir))
+    several = len(paths) > 1
+    patience = PATIENCE if trials is None else math.inf
+    trials = (TRIALS_OF_SEVERAL if several else TRIALS) if trials is None else trials
+    found = []
+    for path, name, model in zip(paths, names, loaded, strict=True):
+        found.append(
+            _measured(
+                exact, model, path, name, batches, float_dir, bool(inputs), measure, (trials, patience), several, told
+            )
+        )
+    timed = batches and (several if speed is None else speed)
+    if timed:
+        chosen = timed_batches(batches[0], is_causal(exact))
+        for m, times in zip(found, model_speeds([exact, *loaded], chosen, rounds=rounds, told=told)[1:], strict=True):
+            m.speed = times
+    for m, folder in zip(found, paths, strict=True):
+        speeds = [s.speed for s in m.speed]
+        m.verdict = verdict(
+            m.comparison, m.layers, m.kinds, total=m.bytes, total_float=m.bytes_float, suggestions=m.suggestions,
+            latency=m.latency, speed=min(speeds, default=None), tried=trials > 0 and _is_native(folder),
+        )  # fmt: skip
     told("drawing")
-    page = Page(
-        title, command, _versions(), layers, model_bytes(found), model_bytes(exact), comparison,
-        ", ".join(os.path.basename(t) for t in texts), latency, _histograms(exact, found, layers), inputs,
-        unmatched=unmatched,
+    return Page(
+        title, command, _versions(), found, _sources_of_text(texts, inputs), _inputs(exact, batches) if batches else (),
+        points, processor() if timed or measure else "", rounds if timed else 0, model_bytes(exact),
     )  # fmt: skip
-    return _with_pareto(page, points)
 
 
-def _stored(folder: str) -> tuple[list[Layer], int]:
-    """(layers of a checkpoint by its headers, bytes of all tensors)."""
+def _measured(
+    exact: nn.Module, model: nn.Module, path: str, name: str, batches: Sequence[Any], float_dir: str, given: bool,
+    measure: bool, trials: tuple[int, float], several: bool, told: Told,
+) -> Quantization:  # fmt: skip
+    """All measurements of one quantization but the speed of the whole model. given: inputs instead of text;
+    trials: their number, and the seconds after which none starts, or twice the time of the comparison."""
+    comparison: Comparison | None = None
+    found = Quantization(name, path, (), model_bytes(model), model_kinds(model, exact), model_bytes(exact))
+    if batches:
+        told(f"comparing {path}")
+        how: dict[str, Any] = {"pooling": pooling_of(float_dir)} | ({} if given else {"kind": kind_of_model(exact)})
+        start = perf_counter()
+        comparison = compare(exact, model, batches, **how)
+        seconds = max(trials[1], 2 * (perf_counter() - start))
+        found.layers, found.unmatched = comparison.layers, comparison.unmatched
+        found.sources = error_sources(exact, model, batches)
+        if trials[0] and _is_native(path):
+            how["kind"] = comparison.kind
+            found.suggestions = suggest(
+                exact, model, comparison, batches, found.sources, trials=trials[0], seconds=seconds, told=told, **how
+            )
+    else:
+        found.layers, found.unmatched = compare_weights(exact, model)
+    found.comparison = comparison
+    found.errors = _errors(exact, model, found.layers, FIGURES_OF_SEVERAL if several else FIGURES)
+    if measure:
+        found.latency = time_layers(exact, model, progress=lambda name: told(f"timing layers such as {name}"))
+    return found
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """The folders' names; whole paths if two are equal."""
+    names = [os.path.basename(os.path.abspath(p)) or p for p in paths]
+    return names if len(set(names)) == len(names) else list(paths)
+
+
+def _sources_of_text(texts: Sequence[str], inputs: str) -> str:
+    return ", ".join(os.path.basename(t) for t in ([inputs] if inputs else texts))
+
+
+def _is_native(path: str) -> bool:
+    """Whether ``pennyweight quantize`` writes such files, so that its options can be suggested."""
+    with open_checkpoint(path) as checkpoint:
+        return checkpoint.format == "pennyweight"
+
+
+def _stored(folder: str, name: str) -> Quantization:
+    """A checkpoint by its headers."""
     layers: list[Layer] = []
+    entries = []
     with open_checkpoint(folder) as checkpoint:
         total = sum(held.nbytes for held in checkpoint.held.values())
-        for name, held in checkpoint.held.items():
+        for key, held in checkpoint.held.items():
             shape, meta = tuple(held.kind.shape), held.meta
+            count = math.prod(shape)
+            entries.append((key, len(shape), held.nbytes, count, meta is not None))
             if len(shape) < 2:
                 continue
             scheme = ""
             if meta is not None:
                 scheme = f"{meta.spec.with_(layout='plain')}{' perm' if meta.perm else ''}"
                 scheme += "" if meta.act is None else f" × {meta.act}"
-            count = math.prod(shape)
             unknown = count * held.kind.dtype.itemsize  # its size before quantization
-            layers.append(Layer(name, "", shape, scheme, count, unknown, held.nbytes, math.nan))
-    return layers, total
+            layers.append(Layer(key, "", shape, scheme, count, unknown, held.nbytes, math.nan))
+    kinds: list[KindBytes] = stored_kinds(entries)
+    said = verdict(None, layers, kinds, total=total, total_float=None, latency={})
+    return Quantization(name, folder, layers, total, kinds, verdict=said)
 
 
-def _histograms(exact: nn.Module, found: nn.Module, layers: Sequence[Layer]) -> list[tuple[str, str, str]]:
-    weights: dict[str, tuple[Tensor, Tensor]] = {p.name: (p.exact.get(), p.found.get()) for p in pairs(exact, found)[0]}
-    out = []
-    for w in [w for w in layers if w.quantized and not w.tied and w.worst < math.inf][:HISTOGRAMS]:
-        a, b = (flat_values(t) for t in weights[w.name])
-        error = f"weight {w.weight_sqnr:.1f} dB" + ("" if w.layer_sqnr is None else f", layer {w.layer_sqnr:.1f} dB")
-        out.append((w.name, svg_figures.weight_histogram(a, b, f"Values of {w.name}"), f"{w.scheme}: {error}"))
-    return out
+def _errors(exact: nn.Module, found: nn.Module, layers: Sequence[Layer], count: int) -> list[WeightErrors]:
+    """Of the worst layers whose weight has an error."""
+    by_name = {p.name: p for p in pairs(exact, found)[0]}
+    some = [w for w in layers if w.quantized and not w.tied and w.worst < math.inf][:count]
+    with torch.no_grad():
+        return [weight_errors(by_name[w.name]) for w in some]
 
 
-def _inputs(exact: nn.Module, batches: Any) -> list[Any]:
+def _inputs(exact: nn.Module, batches: Any) -> list[Inputs]:
     """The layers with the strongest outliers; layers that share an input appear once."""
     seen: set[object] = set()
-    out: list[Any] = []
+    out: list[Inputs] = []
     for one in activations(exact, batches):
         key = (one.channels.numpy().tobytes(), one.bins.numpy().tobytes())
         if key not in seen and len(out) < ACTIVATIONS:
             seen.add(key)
-            out.append((one, svg_figures.activation_figure(one, f"Inputs of {one.name}")))
+            out.append(one)
     return out
-
-
-def _with_pareto(page: Page, points: Any) -> Page:
-    if points is None:
-        return page
-    here = None
-    c = page.comparison
-    if c is not None and c.kl is not None and c.bits_per_weight is not None and c.kl.mean > 0:
-        here = (c.bits_per_weight, c.kl.mean)
-    page.pareto = svg_figures.pareto_figure(points, here, "KL over bits per weight")
-    return page
 
 
 def _versions() -> str:

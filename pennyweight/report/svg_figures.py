@@ -13,36 +13,70 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .layers import BINS, HIGH, LOW, OUTLIER, Inputs
+from .weight_errors import WeightErrors
 
 # variable of the style sheet -> its placeholder colour
 COLOURS = {
     "ink": "#010203", "muted": "#040506", "line": "#070809", "float": "#0a0b0c", "quantized": "#0d0e0f",
     "worst": "#101112",
 }  # fmt: skip
-_HISTOGRAM_BINS = 81
 _COLUMNS = 400  # per panel; with more channels, neighbours share a column
 
 
-def weight_histogram(exact: Tensor, found: Tensor, label: str) -> str:
-    """Histogram of a weight, float and quantized; counts on a logarithmic axis, so that rare values are visible."""
-    a, b = exact.cpu(), found.cpu()
-    reach = max(float(a.abs().max()) if a.numel() else 0.0, float(b.abs().max()) if b.numel() else 0.0) or 1.0
-    edges = torch.linspace(-reach, reach, _HISTOGRAM_BINS + 1).tolist()
-    fig, (ax,) = _figure(3.5, 1.9)
-    for values, name in ((a, "float"), (b, "quantized")):
-        counts = torch.histc(values, _HISTOGRAM_BINS, -reach, reach).tolist()
-        if name == "float":
-            ax.stairs(counts, edges, fill=True, color=COLOURS[name], alpha=0.45, linewidth=0, label=name)
-        else:
-            ax.stairs(counts, edges, color=COLOURS[name], linewidth=1.1, label=name)
-    ax.set_yscale("log")
-    ax.set_ylim(bottom=0.5)
-    ax.set_xlabel("weight")
-    ax.legend(loc="upper right", fontsize=7, frameon=False, labelcolor=COLOURS["muted"])
+def error_figure(errors: WeightErrors, label: str) -> str:
+    """A weight's error: its distribution in steps or standard deviations, and by output channel."""
+    fig, (left, right) = _figure(3.5, 2.9, rows=2)
+    n, reach = len(errors.counts), errors.reach
+    edges = [-reach + 2 * reach * i / n for i in range(n + 1)]
+    left.stairs(errors.counts, edges, fill=True, color=COLOURS["quantized"], alpha=0.65, linewidth=0)
+    if errors.unit == "step":
+        for side in (-0.5, 0.5):
+            left.axvline(side, color=COLOURS["muted"], linewidth=0.8, linestyle=(0, (3, 3)))
+    left.set_yscale("log")
+    left.set_ylim(bottom=0.5)
+    left.set_xlim(-reach, reach)
+    left.set_xlabel("error in steps" if errors.unit == "step" else "error in standard deviations of the weight")
+    channels = errors.channels.double()
+    step = -(-len(channels) // _COLUMNS)
+    columns = torch.nn.functional.max_pool1d(channels[None], step, ceil_mode=True)[0].mul(100).tolist()
+    ends = [min(i * step, len(channels)) for i in range(len(columns) + 1)]
+    right.stairs(columns, ends, fill=True, color=COLOURS["float"], linewidth=0)
+    for c, value in errors.worst:
+        right.vlines([c + 0.5], 0, [100 * value], color=COLOURS["worst"], linewidth=1.4)
+    right.set_ylim(bottom=0)
+    right.set_xlim(0, max(1, len(channels)))
+    right.set_xlabel("output channel: relative error, %")
     return _svg(fig, label)
+
+
+def leaderboard_figure(
+    points: Sequence[tuple[str, float, float, bool]], xlabel: str, ylabel: str, label: str, *, right_is_better: bool
+) -> str:
+    """Quantizations as lettered points (letter, x, error, on the Pareto front); errors on a logarithmic axis.
+    ``right_is_better``: of the x axis, for the line through the front of these two metrics."""
+    fig, (ax,) = _figure(3.5, 2.9)
+    line = _front([(x, y) for _, x, y, _ in points], right_is_better)
+    ax.plot([x for x, _ in line], [y for _, y in line], color=COLOURS["worst"], linewidth=0.9, linestyle=(0, (3, 2)))
+    for letter, x, y, front in points:
+        face = COLOURS["worst"] if front else COLOURS["float"]
+        ax.plot([x], [y], marker="o" if front else "s", markersize=7, color=face, linestyle="")
+        ax.annotate(letter, (x, y), (6, 5), textcoords="offset points", size=9.5, weight="bold", color=COLOURS["ink"])
+    ax.set_yscale("log")
+    ax.margins(x=0.12, y=0.16)
+    ax.set_xlabel(xlabel)
+    ax.set_title(ylabel, loc="left", fontsize=8.5, color=COLOURS["muted"], pad=3)
+    return _svg(fig, label)
+
+
+def _front(points: Sequence[tuple[float, float]], right_is_better: bool) -> list[tuple[float, float]]:
+    """The points that no other is better than in both coordinates, in order of x."""
+    out: list[tuple[float, float]] = []
+    for x, y in sorted(points, key=lambda p: (-p[0] if right_is_better else p[0], p[1])):
+        if not out or y < out[-1][1]:
+            out.append((x, y))
+    return out
 
 
 def activation_figure(inputs: Inputs, label: str) -> str:
@@ -125,15 +159,17 @@ def _positive(value: Any) -> bool:
 # -- matplotlib ------------------------------------------------------------------------------------------------------
 
 
-def _figure(width: float, height: float, columns: int = 1, right: float = 0.08) -> tuple[Any, Sequence[Any]]:
+def _figure(
+    width: float, height: float, columns: int = 1, right: float = 0.08, rows: int = 1
+) -> tuple[Any, Sequence[Any]]:
     """A figure with fixed margins in inches; fitting them to the text would take matplotlib longer than the drawing."""
     from matplotlib.figure import Figure
 
     fig = Figure(figsize=(width, height))
-    margins = {"left": 0.42 / width, "right": 1 - right / width, "bottom": 0.42 / height, "top": 1 - 0.08 / height}
-    fig.subplots_adjust(**margins, wspace=0.16)
+    margins = {"left": 0.42 / width, "right": 1 - right / width, "bottom": 0.42 / height, "top": 1 - 0.2 / height}
+    fig.subplots_adjust(**margins, wspace=0.16, hspace=0.62)
     fig.patch.set_alpha(0)
-    axes = fig.subplots(1, columns, squeeze=False)[0]
+    axes = fig.subplots(rows, columns, squeeze=False).flatten().tolist()
     for ax in axes:
         ax.patch.set_alpha(0)
         ax.grid(True, color=COLOURS["line"], linewidth=0.6)

@@ -9,8 +9,9 @@ import torch
 import pennyweight as pw
 from pennyweight.planning.report import Latency
 from pennyweight.report.compare_models import compare_weights
+from pennyweight.report.heat_map import place_of
 from pennyweight.report.layers import BINS, activations
-from pennyweight.report.page import overall, place_of
+from pennyweight.report.page import overall
 from pennyweight.report.page_assembly import time_layers
 from tests.report.small import llama, mlp, prompts, quantized
 
