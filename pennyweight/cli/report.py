@@ -9,10 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from .evaluate import Batch, Length, Limit, Texts
-from .output import Traceback, report_errors
+from .command import INPUT, MEASURING, OUTPUT
+from .options import Batch, Json, Length, Limit, Texts, Traceback
+from .output import check_report_path, report_errors, show
 
 MAX_PARETO_BYTES = 1 << 20
+EPILOG = """Examples:
+  pennyweight report OUT_DIR
+  pennyweight report OUT_DIR --float MODEL_DIR --text text.txt -o small.html"""
 
 
 @report_errors
@@ -24,20 +28,38 @@ def report(
         ),
     ],
     float_dir: Annotated[
-        str, typer.Option("--float", metavar="FLOAT_DIR", help="The float model's folder, to measure errors against.")
+        str,
+        typer.Option(
+            "--float",
+            metavar="FLOAT_DIR",
+            help="The float model's folder, to measure errors against.",
+            rich_help_panel=INPUT,
+        ),
     ] = "",
     text: Texts = None,
-    out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help="The HTML file.")] = "report.html",
+    out: Annotated[
+        str, typer.Option("-o", "--out", metavar="FILE", help="The HTML file.", rich_help_panel=OUTPUT)
+    ] = "report.html",
     measure: Annotated[
-        bool, typer.Option("--measure", help="Time linear layers against float on this machine, at 1 and 64 rows.")
+        bool,
+        typer.Option(
+            "--measure",
+            help="Time linear layers against float on this machine, at 1 and 64 rows.",
+            rich_help_panel=MEASURING,
+        ),
     ] = False,
     pareto: Annotated[
         str,
-        typer.Option(metavar="FILE", help="JSON with other models to compare: a list of name, bits_per_weight, kl."),
+        typer.Option(
+            metavar="FILE",
+            help="JSON with other models to compare: a list of name, bits_per_weight, kl.",
+            rich_help_panel=INPUT,
+        ),
     ] = "",
     batch: Batch = 8,
     length: Length = 256,
     limit: Limit = 64,
+    json_path: Json = "",
     traceback: Traceback = False,
 ) -> None:
     """Write a report as one self-contained HTML page.
@@ -51,6 +73,7 @@ def report(
     folder = os.path.dirname(os.path.abspath(out))
     if os.path.isdir(out) or not os.path.isdir(folder):
         raise ValueError(f"{out}: {'is a folder' if os.path.isdir(out) else f'folder {folder} does not exist'}")
+    check_report_path(json_path, None)
     points = read_points(pareto) if pareto else None
 
     from ..io import local_path
@@ -68,7 +91,11 @@ def report(
     )  # fmt: skip
     data = html(page).encode()
     write_bytes(out, data)
-    typer.echo(f"{out}: {len(data):,} bytes, {len(page.layers)} layers")
+    show(
+        {"version": 1, "file": out, "bytes": len(data), "layers": len(page.layers)},
+        lambda: f"{out}: {len(data):,} bytes, {len(page.layers)} layers",
+        json_path,
+    )
 
 
 def read_points(path: str) -> Any:
