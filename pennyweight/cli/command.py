@@ -42,9 +42,10 @@ class JsonFirst(Command):
         try:
             return super().parse_args(ctx, list(given))
         except typer.BadParameter as error:  # --json took the argument as its value
-            if error.param is None or error.param.param_type_name != "argument" or "--json" not in given:
+            at = given.index("--json") + 1 if "--json" in given else 0
+            taken = at and given[at] != "-" and error.param is not None and error.param.param_type_name == "argument"
+            if not taken:
                 raise
-        at = given.index("--json") + 1
         ctx.params.clear()
         return super().parse_args(ctx, [*given[:at], "-", *given[at:]])
 

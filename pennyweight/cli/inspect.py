@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .command import OUTPUT
-from .inspect_groups import groups, kind, totals
+from .inspect_groups import StoredEntry, groups, kind, totals
 from .options import AllowPickle, Json, Traceback
 from .output import check_report_path, report_errors, show, table
 
@@ -26,28 +26,6 @@ EPILOG = """Examples:
 
 
 # -- contents of a checkpoint ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StoredEntry:
-    """One logical tensor. bytes: of all its stored parts. scheme: "" if it is not quantized; scheme_text: the same in
-    words. word: the name of its type in the file's format."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    scheme: str
-    bytes: int
-    tied: tuple[str, ...] = ()
-    word: str = ""
-    scheme_text: str = ""
-
-    @property
-    def numel(self) -> int:
-        n = 1
-        for size in self.shape:
-            n *= size
-        return n
 
 
 @dataclass(frozen=True)

@@ -1,42 +1,59 @@
-"""Groups of equal tensors and totals by kind of layer, for ``pennyweight inspect``."""
+"""Stored tensors, groups of equal ones, and totals by kind of layer, for ``pennyweight inspect``."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-if TYPE_CHECKING:
-    from .inspect import StoredEntry
+
+@dataclass(frozen=True)
+class StoredEntry:
+    """One logical tensor. bytes: of all its stored parts. scheme: "" if it is not quantized; scheme_text: the same in
+    words. word: the name of its type in the file's format."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    scheme: str
+    bytes: int
+    tied: tuple[str, ...] = ()
+    word: str = ""
+    scheme_text: str = ""
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for size in self.shape:
+            n *= size
+        return n
+
 
 KINDS = ("embeddings", "attention", "MLP", "convolutions", "norms", "head", "other")
 # The kind of a module by its name, for models of transformers, timm, diffusers, llama.cpp and the original
 # repositories. The innermost module decides about norms, the whole name about the rest; the first match applies.
 _NORM = re.compile(r"norm|(?:^|_)ln(?:_?\w)?$|^bn\d*$|^ln_")
+_HEAD = re.compile(r"head|^output$|classifier|^score$|^fc$|^cls\b|pooler|^proj_out$")
 _BY_NAME = (
     ("embeddings", re.compile(r"embed|\bembd|_embd|\bwte\b|\bwpe\b|(?:^|\.)(?:shared|relative_attention_bias)$")),
-    ("attention", re.compile(r"att|\b[qkvo]_proj\b|qkv|\bto_[qkv]\b|to_out|\b(?:query|key|value)\b|\bw[qkvo]\b")),
-    (
-        "MLP",
-        re.compile(r"mlp|ffn|ff\b|feed_?forward|experts?\b|fc\d|dense|gate|\b(?:up|down)(?:_proj)?\b|\bw[123]\b|lin\d"),
-    ),
-    ("head", re.compile(r"head|^output$|classifier|^score$|^fc$|^cls|predictions")),
+    ("attention", re.compile(r"att|\b[qkvo]_proj\b|qkv|\bto_[qkv]\b|to_out|\b(?:query|key|value)\b")),
+    ("MLP", re.compile(r"mlp|ffn|ff\b|feed_?forward|experts?\b|fc\d|dense|gate|\b(?:up|down)(?:_proj)?\b|lin\d")),
+    ("convolutions", re.compile(r"conv[^.]*$")),
 )
-_BLOCK = re.compile(r"\.\d+\.")  # inside a repeated block nothing is the model's head
+_NUMBER = re.compile(r"(?:^|\.)\d+\.")  # of a repeated block, inside which nothing is the model's head
+_OWN_NAMES = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
 def kind(name: str, shape: Sequence[int]) -> str:
     """The kind of layer that a tensor belongs to, by its name; "other" if the name says nothing."""
     module, _, last = name.rpartition(".")
-    if last not in ("weight", "bias"):
-        module = name
-    module = module.lower()
+    module = (module if last in _OWN_NAMES else name).lower()
     if _NORM.search(module.rpartition(".")[2]):
         return "norms"
-    head = _BY_NAME[-1][1]
-    if not _BLOCK.search(f".{module}.") and head.search(module) and not _BY_NAME[0][1].search(module):
+    head = _HEAD.search(module)
+    if head is not None and not _NUMBER.search(module[: head.start()]) and "embed" not in module:
         return "head"
-    for found, pattern in _BY_NAME[:-1]:
+    for found, pattern in _BY_NAME:
         if pattern.search(module):
             return found
     return "convolutions" if len(shape) in (4, 5) else "other"
