@@ -62,4 +62,6 @@ for _heading, _name, _module, _run in (
     (MEASURE, "doctor", doctor, doctor.doctor),
 ):
     _class = JsonFirst if _name == "inspect" else Command
-    app.command(_name, cls=_class, epilog=_module.EPILOG, rich_help_panel=_heading)(_run)
+    # \b marks what is printed as it is, for the help and for the page of docs/
+    _epilog = "\n\n".join(f"\b\n{part}" for part in _module.EPILOG.split("\n\n"))
+    app.command(_name, cls=_class, epilog=_epilog, rich_help_panel=_heading)(_run)

@@ -86,4 +86,5 @@ def _write_sections(formatter: Any, sections: dict[str, list[tuple[str, str]]]) 
 
 def _write_epilog(text: str | None, formatter: Any) -> None:
     if text:
-        formatter.write(f"\n{text.strip()}\n")
+        plain = text.replace("\b\n", "").strip()
+        formatter.write(f"\n{plain}\n")

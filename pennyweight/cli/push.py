@@ -8,7 +8,7 @@ import typer
 
 from .command import OUTPUT
 from .options import Json, Traceback
-from .output import check_report_path, report_errors, show
+from .output import check_report_path, report_errors, resume_hint, show
 
 EPILOG = """Examples:
   pennyweight push OUT_DIR you/model-int4 --private
@@ -46,7 +46,8 @@ def push(
 
     from ..io import push_to_hub
 
-    url = push_to_hub(
-        folder, repo_id, private=private or None, revision=revision or None, message=message or None, card=card
-    )
+    with resume_hint():  # the commit is made last, and files that the Hub has are not sent again
+        url = push_to_hub(
+            folder, repo_id, private=private or None, revision=revision or None, message=message or None, card=card
+        )
     show({"version": 1, "folder": folder, "repo_id": repo_id, "url": url}, lambda: url, json_path)

@@ -2,45 +2,50 @@
 
     python -m tests.cli.stopped JOBS.json
 
-A job has ``arguments`` of the command, ``stdout`` and ``stderr`` (files), and optionally ``signals``: pairs of a moment
-and the number of a signal that the process sends itself then; ``within``: the folder whose changes count as moments;
-``max_file_bytes``: the largest file that may be written, as a full disk would have it; ``closed``: nobody reads stdout.
-Prints the exit status and the number of moments of each job as JSON lines. A moment is an event of Python's audit hooks: a
-file of the folder is opened for writing, renamed or removed, or a connection is made. Jobs are forked from one process
-that has imported torch, because importing takes longer than most jobs.
+A job has ``arguments`` of the command, ``stdout`` and ``stderr`` (files), ``within``: the folder whose changes count as
+moments; and optionally ``signals``: pairs of a moment and a signal that the process sends itself then;
+``max_file_bytes``: the largest file that may be written, so that writing fails as on a full disk; ``closed``: nobody
+reads stdout. Prints the exit status and the number of moments of each job as JSON lines.
+
+A moment is an event of Python's audit hooks: a file of the folder is opened for writing, renamed or removed, or a
+connection is made. Jobs are forked from one process, because importing takes longer than most of them. That process
+imports torch, and after the first job what this one imported.
 """
 
+import atexit
 import json
 import os
 import sys
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-CHANGES = {"os.rename": 1, "os.remove": 0, "os.mkdir": 0, "os.rmdir": 0, "shutil.rmtree": 0, "os.truncate": 0}
+CHANGES = {"os.rename": 1, "os.remove": 0, "os.mkdir": 0, "os.rmdir": 0, "os.truncate": 0}
 
 
 def main(jobs: list[dict[str, Any]]) -> None:
-    import pennyweight.io
-    import pennyweight.report  # noqa: F401
-
-    for job in jobs:
+    import_module("pennyweight.startup")
+    for number, job in enumerate(jobs):
         read, write = os.pipe()
         child = os.fork()
         if not child:
             os.close(read)
             run(job, write)
         os.close(write)
-        with os.fdopen(read) as moments:
-            count = len(moments.read())
+        with os.fdopen(read) as told:
+            moments, _, modules = told.read().partition(" ")
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print(json.dumps([status, count]), flush=True)
+        print(json.dumps([status, len(moments)]), flush=True)
+        for name in modules.split() if number == 0 else []:
+            with suppress(Exception):  # __main__, and modules that cannot be imported by their name
+                import_module(name)
 
 
-def run(job: dict[str, Any], moments: int) -> None:
+def run(job: dict[str, Any], told: int) -> None:
     """The child: redirects its streams, sets the hook, and ends as the command does."""
     for number, file in ((1, job["stdout"]), (2, job["stderr"])):
-        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(handle, number)
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     if job.get("closed"):
         reader, writer = os.pipe()
         os.close(reader)
@@ -55,7 +60,7 @@ def run(job: dict[str, Any], moments: int) -> None:
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal done
         if event == "open":
-            path, mode, flags = arguments
+            path, _, flags = arguments
             counts = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR) and not isinstance(path, int)
         elif event in CHANGES:
             path, counts = arguments[CHANGES[event]], True
@@ -64,12 +69,14 @@ def run(job: dict[str, Any], moments: int) -> None:
         if not counts or not os.path.realpath(os.fsdecode(path)).startswith(within):
             return
         done += 1
-        os.write(moments, b".")
+        os.write(told, b".")
         if done in signals:
             os.kill(os.getpid(), signals[done])
 
     from pennyweight.cli import main as command
 
+    if not job.get("signals"):
+        atexit.register(lambda: os.write(told, f" {' '.join(sys.modules)}".encode()))
     sys.argv = ["pennyweight", *job["arguments"]]
     sys.addaudithook(hook)
     command()

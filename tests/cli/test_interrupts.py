@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, kill -9, a full disk and a closed pipe at many moments of a command; the same command then resumes."""
+"""Ctrl-C, SIGTERM, kill -9, a full disk and a closed pipe while a command runs; the same command then resumes."""
 
 import json
 import os
@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import snapshot
+from tests.io.hub_server import Hub
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and POSIX signals")
-INT4 = ("--config", "int4", "--group-size", "32", "--max-shard-size", "40kB")
-CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
-SAID = {signal.SIGINT: "pennyweight: interrupted", signal.SIGTERM: "pennyweight: terminated"}
+SHARDS = ("--max-shard-size", "20kB")
+INT4 = ("--config", "int4", "--group-size", "32", *SHARDS)
+INT, TERM, KILL = signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGKILL", signal.SIGTERM)
+CODES = {INT: 130, TERM: 143, KILL: -9}
+SAID = {INT: "pennyweight: interrupted", TERM: "pennyweight: terminated"}
 HINT = "; run the same command again to resume\n"
 
 
@@ -55,46 +58,117 @@ def stopped(tmp_path: Path) -> Stopped:
     return call
 
 
-def spread(count: int, number: int) -> list[int]:
-    """Some of the moments 1 to count: the first, the last, and others between."""
-    return sorted({1 + round(i * (count - 1) / (number - 1)) for i in range(number)})
-
-
 def check(
-    stopped: Stopped, base: Path, command: Callable[[Path], list[Any]], signals: Sequence[int], hint: bool = True,
-    number: int = 6,
-) -> None:  # fmt: skip
-    """Stop the command at several moments by each signal, run it again, and compare the files."""
+    stopped: Stopped, base: Path, command: Callable[[Path], list[Any]], total: int, signals: dict[int, list[int]]
+) -> None:
+    """Run the command, and stop it by each signal at these of about ``total`` moments. Run it again where it was
+    stopped, and compare the files."""
     base.mkdir()
-    folder = base / "whole"
-    folder.mkdir()
-    (whole,) = stopped([{"arguments": command(folder), "within": folder}])
-    assert whole.status == 0, whole.stderr
-    assert whole.moments > 3
-    jobs: list[dict[str, Any]] = []
-    for each in signals:
-        for moment in spread(whole.moments, number):
-            folder = base / f"{each}-{moment}"
+    (base / "whole").mkdir()
+    jobs: list[dict[str, Any]] = [{"arguments": command(base / "whole"), "within": base / "whole"}]
+    for number, moments in signals.items():
+        for moment in moments:
+            folder = base / f"{number}-{moment}"
             folder.mkdir()
             job = {"arguments": command(folder), "within": folder}
-            jobs += [{**job, "signals": [(moment, each)]}, job]
-    results = iter(zip(jobs, stopped(jobs), strict=True))
-    for job, first in results:
-        number_of_signal = job["signals"][0][1]
-        where = f"{signal.Signals(number_of_signal).name} at moment {job['signals'][0][0]} of {whole.moments}"
-        assert first.status == CODES[number_of_signal], (where, first.stderr)
-        assert first.stdout == "", where
-        expected = SAID.get(number_of_signal)
-        if expected is None:
-            assert first.stderr == "", where
-        else:
-            assert first.stderr in {f"{expected}\n", expected + HINT}, where
-            assert first.stderr.endswith(HINT) or not hint or job["signals"][0][0] in (1, whole.moments), where
-        again, second = next(results)
-        assert second.status == 0, (where, second.stderr)
-        assert snapshot(Path(again["within"])) == snapshot(base / "whole"), where
+            jobs += [{**job, "signals": [(moment, number)]}, {**job, "stopped_by": number}]
+    whole, *results = stopped(jobs)
+    assert whole.status == 0, whole.stderr
+    assert max(map(max, signals.values())) < whole.moments < 2 * total
+    for job, first, again in zip(jobs[1::2], results[::2], results[1::2], strict=True):
+        ((moment, number),) = job["signals"]
+        where = f"{signal.Signals(number).name} at moment {moment} of {whole.moments}"
+        assert first.status == CODES[signal.Signals(number)], (where, first.stderr)
+        said = SAID.get(signal.Signals(number))
+        assert (first.stdout, first.stderr) == ("", "" if said is None else said + HINT), where
+        assert again.status == 0, (where, again.stderr)
+        assert snapshot(job["within"]) == snapshot(base / "whole"), where
 
 
-def test_quantize(stopped: Stopped, writer: Path, tmp_path: Path) -> None:
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-    check(stopped, tmp_path / "q", lambda folder: ["quantize", writer, folder / "out", *INT4], signals, hint=False)
+def test_quantize(stopped: Stopped, plain: Path, tmp_path: Path) -> None:
+    moments = {INT: [2, 12, 24], TERM: [8, 20], KILL: [5, 16, 27]}
+    check(stopped, tmp_path / "q", lambda folder: ["quantize", plain, folder / "out", *INT4], 31, moments)
+
+
+def test_convert(stopped: Stopped, plain: Path, tmp_path: Path, run: Any) -> None:
+    assert run("quantize", plain, tmp_path / "small", "--config", "w4a16", "--group-size", "32").exit_code == 0
+    options = ("--to", "compressed-tensors", *SHARDS)
+    moments = {INT: [2, 18], TERM: [10], KILL: [14, 22]}
+    check(
+        stopped, tmp_path / "c", lambda folder: ["convert", tmp_path / "small", folder / "out", *options], 28, moments
+    )
+
+
+def test_quantize_with_calibration(stopped: Stopped, writer: Path, text: Path, tmp_path: Path) -> None:
+    options = ("--config", "int4", "--group-size", "32", "--calibration", text, "--algorithm", "gptq")
+    check(
+        stopped, tmp_path / "q", lambda folder: ["quantize", writer, folder / "out", *options], 40,
+        {INT: [6, 14], KILL: [10]},
+    )  # fmt: skip
+
+
+def test_push(
+    stopped: Stopped, hub: Hub, plain: Path, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("quantize", plain, tmp_path / "small", *INT4).exit_code == 0
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+
+    def job(name: str, *signals: tuple[int, int]) -> dict[str, Any]:
+        return {
+            "arguments": ["push", tmp_path / "small", f"org/{name}"],
+            "within": tmp_path / "none",
+            "signals": signals,
+        }
+
+    whole, *results = stopped(
+        [job("whole"), job("first", (1, INT)), job("later", (2, TERM)), job("first"), job("later")]
+    )
+    assert (whole.status, whole.stderr) == (0, "")
+    assert whole.moments >= 2
+    assert [r.status for r in results] == [130, 143, 0, 0]
+    assert [r.stderr for r in results[:2]] == [SAID[INT] + HINT, SAID[TERM] + HINT]
+    for name in ("first", "later"):
+        assert len(hub.repos[f"org/{name}"].messages) == len(hub.repos["org/whole"].messages)
+        files = {k: v for k, v in hub.repos[f"org/{name}"].main.items() if k != "README.md"}
+        assert files == {k: v for k, v in hub.repos["org/whole"].main.items() if k != "README.md"}
+
+
+def test_a_second_signal_ends_the_command_at_once(stopped: Stopped, plain: Path, tmp_path: Path) -> None:
+    """While the first is cleaning up: no traceback, and the command still resumes."""
+    folder, whole = tmp_path / "out", tmp_path / "whole"
+    job = {"arguments": ["quantize", plain, folder / "out", *INT4], "within": folder}
+    folder.mkdir()
+    whole.mkdir()
+    expected, first, again = stopped(
+        [
+            {"arguments": ["quantize", plain, whole / "out", *INT4], "within": whole},
+            {**job, "signals": [(12, INT), (13, INT)]},
+            job,
+        ]
+    )
+    assert (expected.status, again.status) == (0, 0)
+    assert (first.status, first.stdout, first.stderr) in {(-INT, "", ""), (130, "", SAID[INT] + HINT)}
+    assert snapshot(folder) == snapshot(whole)
+
+
+def test_a_full_disk_and_a_closed_pipe(stopped: Stopped, plain: Path, tmp_path: Path) -> None:
+    """The error is one line, and the command resumes where there is room again; nobody needs to read its report."""
+    folder, whole = tmp_path / "out", tmp_path / "whole"
+    job = {"arguments": ["quantize", plain, folder / "out", *INT4], "within": folder}
+    folder.mkdir()
+    whole.mkdir()
+    expected, full, again = stopped(
+        [
+            {"arguments": ["quantize", plain, whole / "out", *INT4], "within": whole, "closed": True},
+            {**job, "max_file_bytes": 9_000, "signals": []},
+            job,
+        ]
+    )
+    assert (expected.status, expected.stderr) == (1, "")
+    assert (full.status, full.stdout) == (2, "")
+    assert full.stderr.startswith("pennyweight: ")
+    assert full.stderr.endswith("File too large\n")
+    assert full.stderr.count("\n") == 1
+    assert again.status == 0, again.stderr
+    assert snapshot(folder) == snapshot(whole)
