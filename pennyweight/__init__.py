@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .core import distributed_hooks
-from .core.errors import ArgumentError
-from .core.fallback import FallbackError, FallbackWarning, fallbacks, reset_fallbacks, strict
-from .core.formats import Format, get_format
-from .core.import_hooks import after_import
-from .core.spec import ActivationSpec, QuantSpec
-from .core.tensor import AffineQuantizedTensor
-
 if TYPE_CHECKING:
     from .algorithms import calibrate, improve, sample, search, sparsify_
+    from .core.errors import ArgumentError
+    from .core.fallback import FallbackError, FallbackWarning, fallbacks, reset_fallbacks, strict
+    from .core.formats import Format, get_format
+    from .core.spec import ActivationSpec, QuantSpec
+    from .core.tensor import AffineQuantizedTensor
     from .inference import FrozenLinear, Recommendation, explain, freeze_, fuse_, recommend, thaw_, together
     from .integrations.transformers import PennyweightConfig as PennyweightConfig
     from .io import CheckpointError, Opened, convert, flatten, open, push_to_hub, quantize_checkpoint, save, unflatten
@@ -137,69 +136,51 @@ __all__ = [
     "verify",
 ]
 
-# Tensors and kernels are imported at once, so that a pickled weight loads and runs. The rest is imported at first use,
-# because it would more than double the import time.
-import_module(".kernels", __name__)
+# What `import pennyweight` imports at once is in startup.py. The rest is imported at first use, because it would more
+# than double the import time.
 _MODULES: tuple[str, ...] = (
     "planning.configs", "planning.granularity", "quantize", "inference", "algorithms", "training", "report", "io",
 )  # fmt: skip
-# Not in __all__: `from pennyweight import *` must not need their library
-_ADAPTERS = {"PennyweightConfig": "integrations.transformers"}
+# Names whose module is known without importing others. PennyweightConfig is not in __all__: `from pennyweight import *`
+# must not need its library.
+_HOMES = {
+    "ActivationSpec": "core.spec", "AffineQuantizedTensor": "core.tensor", "ArgumentError": "core.errors",
+    "FallbackError": "core.fallback", "FallbackWarning": "core.fallback", "Format": "core.formats",
+    "PennyweightConfig": "integrations.transformers", "QuantSpec": "core.spec", "fallbacks": "core.fallback",
+    "get_format": "core.formats", "reset_fallbacks": "core.fallback", "strict": "core.fallback",
+}  # fmt: skip
 
 
-def _register_with_transformers() -> None:
-    import_module(".integrations.transformers_entry", __name__).register()
+def _is_command() -> bool:
+    """Whether Python was started as ``pennyweight ...`` or ``python -m pennyweight ...``.
 
-
-# from_pretrained reads quantized folders whether this package is imported before or after transformers
-after_import("transformers.quantizers.auto", _register_with_transformers)
-after_import("diffusers.quantizers.auto", lambda: import_module(".integrations.diffusers", __name__))
-distributed_hooks.load_with(lambda: import_module(".distributed.dispatch", __name__))
-
-
-def _register_torchao_reader() -> None:
-    from .io.detect_format import EXTERNAL_READERS, ExternalReader
-
-    def reading() -> Any:  # torchao's files need torchao's class names; imported when a file needs them
-        return import_module(".compat.torchao.reading", __name__)
-
-    EXTERNAL_READERS.append(
-        ExternalReader(
-            "torchao",
-            "tensor_names",
-            lambda checkpoint, config: reading().open_safetensors(checkpoint, config),
-            lambda path, mmap: reading().open_pickle(path, mmap),
-        )
-    )
-
-
-def _register_model_libraries() -> None:
-    from .quantize.save_pretrained import LIBRARIES, Library
-
-    def adapter(name: str) -> Any:
-        return lambda: import_module(f".integrations.{name}", __name__)
-
-    LIBRARIES.append(Library("transformers.modeling_utils", "PreTrainedModel", adapter("transformers")))
-    LIBRARIES.append(Library("diffusers.models.modeling_utils", "ModelMixin", adapter("diffusers")))
-
-
-# Tables of lower layers with entries from higher ones, filled as soon as their module is imported
-after_import(f"{__name__}.io.detect_format", _register_torchao_reader)
-after_import(f"{__name__}.quantize.save_pretrained", _register_model_libraries)
+    The command imports torch when a command runs, so that --help and completion start at once. Only Python's own
+    arguments count: a child process of the command has others, and needs all that an import gives.
+    """
+    script = sys.argv[0] if getattr(sys, "argv", None) else ""
+    started = sys.orig_argv
+    if "torch" in sys.modules or script not in started:
+        return False
+    if script == "-m":  # runpy has not replaced it yet: it is importing this package
+        return started[started.index("-m") + 1 :][:1] == [__name__]
+    return os.path.basename(script).removesuffix(".exe") == __name__
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ADAPTERS:
-        globals()[name] = value = getattr(import_module(f".{_ADAPTERS[name]}", __name__), name)
-        return value
-    if name in __all__:
-        for path in _MODULES:
-            module = import_module(f".{path}", __name__)
-            if hasattr(module, name):
-                globals()[name] = value = getattr(module, name)
-                return value
+    if name not in __all__ and name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import_module(".startup", __name__)
+    for path in [_HOMES[name]] if name in _HOMES else _MODULES:
+        module = import_module(f".{path}", __name__)
+        if hasattr(module, name):
+            globals()[name] = value = getattr(module, name)
+            return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_ADAPTERS})
+    return sorted({*globals(), *__all__, *_HOMES})
+
+
+if not _is_command():
+    import_module(".startup", __name__)

@@ -6,25 +6,28 @@ from typing import Annotated
 
 import typer
 
-from ..planning.configs.aliases import CONFIGS
-from .convert import convert
-from .doctor import doctor
-from .evaluate import evaluate
-from .explain import explain
-from .export_onnx import export_onnx
-from .inspect import inspect
-from .push import push
-from .quantize import quantize
-from .report import report
-from .verify import verify
+from . import convert, doctor, evaluate, explain, export_onnx, inspect, push, quantize, report, verify
+from .command import Command, Commands, JsonFirst
+
+EPILOG = """Examples:
+  pennyweight quantize Qwen/Qwen3-0.6B small --config int4
+  pennyweight inspect small
+  pennyweight convert small small.gguf --to gguf --type Q4_K_M
+
+pennyweight COMMAND --help shows the options of a command, with examples.
+
+Exit codes: 0 done; 1 doctor found a problem, or the reader of the output went away; 2 an error, on one line of stderr;
+130 interrupted (Ctrl-C), 143 terminated."""
 
 app = typer.Typer(
     name="pennyweight",
+    cls=Commands,
     help="Quantize PyTorch checkpoints, convert and inspect them, and measure the quantization loss.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # its frames print all locals, including whole tensors
     rich_markup_mode=None,
-    add_completion=False,
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -39,17 +42,26 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("-V", "--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass
 
 
-_width = max(map(len, CONFIGS))
-_listing = "\n".join(f"{name:<{_width}}  {entry.text}" for name, entry in CONFIGS.items())
-# \b prevents rewrapping of the list
-app.command(epilog=f"\b\nConfigs:\n{_listing}")(quantize)
-for _command in (convert, push, inspect, verify, report, explain, doctor):
-    app.command()(_command)
-app.command("export-onnx")(export_onnx)
-app.command("eval")(evaluate)
+MAKE, LOOK, MEASURE = "Make files", "Look at files", "Measure"
+for _heading, _name, _module, _run in (
+    (MAKE, "quantize", quantize, quantize.quantize),
+    (MAKE, "convert", convert, convert.convert),
+    (MAKE, "export-onnx", export_onnx, export_onnx.export_onnx),
+    (MAKE, "push", push, push.push),
+    (LOOK, "inspect", inspect, inspect.inspect),
+    (LOOK, "explain", explain, explain.explain),
+    (MEASURE, "eval", evaluate, evaluate.evaluate),
+    (MEASURE, "report", report, report.report),
+    (MEASURE, "verify", verify, verify.verify),
+    (MEASURE, "doctor", doctor, doctor.doctor),
+):
+    _class = JsonFirst if _name == "inspect" else Command
+    # \b marks what is printed as it is, for the help and for the page of docs/
+    _epilog = "\n\n".join(f"\b\n{part}" for part in _module.EPILOG.split("\n\n"))
+    app.command(_name, cls=_class, epilog=_epilog, rich_help_panel=_heading)(_run)

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import completion
+from .command import INPUT, OUTPUT, QUANTIZATION
+from .options import AllowPickle, DryRun, Json, MaxShardSize, Resume, Traceback
 from .output import (
-    Traceback,
     check_report_path,
     output_folder,
     print_report,
@@ -22,47 +24,90 @@ if TYPE_CHECKING:
     from ..planning.report import Report
 
 
+EPILOG = """Examples:
+  pennyweight convert org/model model.gguf --to gguf --type Q4_K_M
+  pennyweight convert model.gguf OUT_DIR --to compressed-tensors
+  pennyweight convert GPTQ_DIR OUT_DIR --for vllm
+  pennyweight convert QUANTIZED_DIR OUT_DIR --to float --dtype bfloat16
+
+Formats:
+  """ + ", ".join(completion.FORMATS)
+
+
 @report_errors
 def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format: a folder, a file, a Hub id.")],
     dst: Annotated[str, typer.Argument(metavar="DST", help="A folder; a file for gguf.")],
     to: Annotated[
-        str, typer.Option(metavar="FORMAT", help="Required without --for; see docs/formats.md for the formats.")
+        str,
+        typer.Option(
+            metavar="FORMAT",
+            help="One of the formats listed below. Required without --for.",
+            rich_help_panel=OUTPUT,
+            autocompletion=completion.one_of(completion.FORMATS),
+        ),
     ] = "",
     engine: Annotated[
         str,
         typer.Option(
-            "--for", metavar="ENGINE", help="The format that vllm, vllm-gpu, llama.cpp or transformers reads best."
+            "--for",
+            metavar="ENGINE",
+            help="The format that vllm, vllm-gpu, llama.cpp or transformers reads best.",
+            rich_help_panel=OUTPUT,
+            autocompletion=completion.one_of(completion.CONVERTED_FOR),
         ),
     ] = "",
     requantize: Annotated[
-        bool, typer.Option("--requantize", help="Round weights again even if an algorithm such as GPTQ chose them.")
+        bool,
+        typer.Option(
+            "--requantize",
+            help="Round weights again even if an algorithm such as GPTQ chose them.",
+            rich_help_panel=QUANTIZATION,
+        ),
     ] = False,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="For --to float: float32, float16, bfloat16.")] = "",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="DTYPE",
+            help="For --to float: float32, float16, bfloat16.",
+            rich_help_panel=OUTPUT,
+            autocompletion=completion.one_of(completion.DTYPES),
+        ),
+    ] = "",
     gguf_type: Annotated[
-        str, typer.Option("--type", metavar="TYPE", help="Mix of llama.cpp or type for a GGUF file: q4_k_m, q8_0.")
+        str,
+        typer.Option(
+            "--type",
+            metavar="TYPE",
+            help="Mix of llama.cpp or type for a GGUF file: q4_k_m, q8_0.",
+            rich_help_panel=QUANTIZATION,
+            autocompletion=completion.gguf_type,
+        ),
     ] = "",
     imatrix: Annotated[
-        str, typer.Option(metavar="FILE", help="Importance matrix of llama.cpp for the --type of a GGUF file.")
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="Importance matrix of llama.cpp for the --type of a GGUF file.",
+            rich_help_panel=QUANTIZATION,
+        ),
     ] = "",
     names: Annotated[
-        str, typer.Option(metavar="FILE", help="TOML file with tensor names for an unknown GGUF architecture.")
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="TOML file with tensor names for an unknown GGUF architecture.",
+            rich_help_panel=INPUT,
+        ),
     ] = "",
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read torch.save files; only from sources you trust.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run, or start again.")
-    ] = True,
-    report_path: Annotated[
-        str, typer.Option("--json", metavar="FILE", help="Write the report as JSON; - for stdout, without the table.")
-    ] = "",
-    max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Maximum size of a file, such as 500MB or 2GiB.")
-    ] = "4GB",
+    allow_pickle: AllowPickle = False,
+    dry_run: DryRun = False,
+    resume: Resume = True,
+    report_path: Json = "",
+    max_shard_size: MaxShardSize = "4GB",
     force: Annotated[
-        bool, typer.Option("--force", help="Write even if DST exists; replaces a checkpoint there.")
+        bool,
+        typer.Option("--force", help="Write even if DST exists; replaces a checkpoint there.", rich_help_panel=OUTPUT),
     ] = False,
     traceback: Traceback = False,
 ) -> None:

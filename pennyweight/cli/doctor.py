@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..planning.configs.aliases import CONFIGS, by_name
+from ..planning.config_names import CONFIGS
+from .command import MEASURING
 from .doctor_bench import Timing, fused_encoder, measure
-from .output import Traceback, report_errors, table
+from .options import Json, Traceback
+from .output import check_report_path, report_errors, show, table
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 EXTRAS = ("transformers", "accelerate", "peft", "diffusers", "triton")
 UNHEALTHY = 1
+EPILOG = """Examples:
+  pennyweight doctor
+  pennyweight doctor --bench --json doctor.json"""
 
 
 @dataclass
@@ -42,21 +46,26 @@ class Health:
 
 @report_errors
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     with_bench: Annotated[
         bool,
-        typer.Option("--bench", help="Also time int8 and int4 against float here: products, convolutions, a block."),
+        typer.Option(
+            "--bench",
+            help="Also time int8 and int4 against float here: products, convolutions, a block.",
+            rich_help_panel=MEASURING,
+        ),
     ] = False,
+    json_path: Json = "",
     traceback: Traceback = False,
 ) -> None:
     """Check this installation.
 
     Prints versions and CPU features, and compares every kernel with the reference. Exit code 0 if healthy, else 1.
     """
+    check_report_path(json_path, None)
     health = examine()
     if with_bench:
         health.bench = [asdict(line) for line in measure()]
-    typer.echo(json.dumps(health.to_dict(), indent=2) if as_json else text(health))
+    show(health.to_dict(), lambda: text(health), json_path)
     if health.problems:
         raise typer.Exit(UNHEALTHY)
 
@@ -227,6 +236,7 @@ def _weight(name: str, op: str, dtype: torch.dtype, device: str) -> AffineQuanti
     import torch
 
     from ..algorithms.solvers.rtn import quantize_weight
+    from ..planning.configs.aliases import by_name
     from ..planning.parameters import Site
 
     shape = _SHAPES[op]

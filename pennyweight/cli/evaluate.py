@@ -8,23 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .output import Traceback, check_report_path, report_errors
+from .command import OUTPUT
+from .options import Batch, Json, Length, Limit, MaxKL, Texts, Traceback
+from .output import check_report_path, report_errors, show
 
 if TYPE_CHECKING:
     from ..planning.report import Report
     from ..report import Comparison
 
 
-Texts = Annotated[
-    list[str] | None, typer.Option("--text", metavar="FILE", help="UTF-8 text to run both models on. Repeatable.")
-]
-Batch = Annotated[int, typer.Option(help="Sequences per call of a model.")]
-Length = Annotated[int, typer.Option(help="Maximum tokens per sequence.")]
-Limit = Annotated[int, typer.Option(help="Total sequences, spread evenly over the text; 0 for all.")]
-MaxKL = Annotated[
-    float | None,
-    typer.Option("--max-kl", metavar="NATS", help="Fail and list the worst layers if the mean KL is above this."),
-]
+EPILOG = """Examples:
+  pennyweight eval MODEL_DIR OUT_DIR --text text.txt
+  pennyweight eval org/model OUT_DIR --text text.txt --max-kl 0.02 --json results.json"""
 
 
 @report_errors
@@ -41,11 +36,11 @@ def evaluate(
     batch: Batch = 8,
     length: Length = 256,
     limit: Limit = 64,
-    report_path: Annotated[
-        str, typer.Option("--json", metavar="FILE", help="Write the results as JSON; - for stdout, without the table.")
-    ] = "",
+    report_path: Json = "",
     max_kl: MaxKL = None,
-    full: Annotated[bool, typer.Option("--full", help="List every layer instead of only the worst.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="List every layer instead of only the worst.", rich_help_panel=OUTPUT)
+    ] = False,
     traceback: Traceback = False,
 ) -> None:
     """Measure the quantization loss on a text.
@@ -63,14 +58,7 @@ def evaluate(
     float_dir, quantized_dir = local_path(float_dir), local_path(quantized_dir)
     exact, small = load_folder(float_dir), load_folder(quantized_dir, float_dir)
     found = compare_folders(exact, small, float_dir, text, batch, length, limit)
-    if report_path == "-":
-        typer.echo(found.to_json())
-    else:
-        if report_path:
-            from ..io.atomic_write import write_bytes
-
-            write_bytes(report_path, f"{found.to_json()}\n".encode())
-        typer.echo(found.table(full=True) if full else str(found))
+    show(found.to_dict(), lambda: found.table(full=True) if full else str(found), report_path)
     found.check(max_kl=max_kl)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..planning.configs.aliases import close_to
-from .output import Traceback, report_errors
+from ..planning.config_names import close_to
+from . import completion
+from .command import INPUT
+from .options import Json, Traceback
+from .output import check_report_path, report_errors, show
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 
 
 DTYPES = ("float32", "bfloat16", "float16")
+EPILOG = """Examples:
+  pennyweight explain OUT_DIR model.layers.0.mlp.down_proj
+  pennyweight explain OUT_DIR lm_head --dtype bfloat16"""
 
 
 @report_errors
@@ -29,24 +35,40 @@ def explain(
     layer: Annotated[
         str, typer.Argument(metavar="LAYER", help="The name of a parameter, or of a module with a weight.")
     ],
-    dtype: Annotated[str, typer.Option(help=f"Input dtype: {', '.join(DTYPES)}. Default: the first two.")] = "",
-    op: Annotated[str, typer.Option(help="The op that reads the weight; default by its axes and blocks.")] = "",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="DTYPE",
+            help=f"Input dtype: {', '.join(DTYPES)}. Default: the first two.",
+            rich_help_panel=INPUT,
+            autocompletion=completion.one_of(DTYPES),
+        ),
+    ] = "",
+    op: Annotated[
+        str,
+        typer.Option(
+            metavar="OP", help="The op that reads the weight; default by its axes and blocks.", rich_help_panel=INPUT
+        ),
+    ] = "",
+    json_path: Json = "",
     traceback: Traceback = False,
 ) -> None:
     """Explain how one tensor is stored and which kernel runs it.
 
     Prints the storage in words, its bytes, and for each kernel RUNS or why it was rejected.
     """
+    check_report_path(json_path, None)
     from ..io import local_path, open
 
     if dtype and dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     with open(local_path(path)) as checkpoint:
-        typer.echo(text(checkpoint, layer, (dtype,) if dtype else DTYPES[:2], op))
+        data, text = explanation(checkpoint, layer, (dtype,) if dtype else DTYPES[:2], op)
+    show(data, lambda: text, json_path)
 
 
-def text(checkpoint: Opened, layer: str, dtypes: tuple[str, ...], op: str = "") -> str:
-    """The explanation. Raises ValueError for an unknown name, with similar names."""
+def explanation(checkpoint: Opened, layer: str, dtypes: tuple[str, ...], op: str = "") -> tuple[dict[str, Any], str]:
+    """The explanation as data and as text. Raises ValueError for an unknown name, with similar names."""
     import torch
 
     from ..kernels import Case, explain_case, kernels
@@ -62,8 +84,13 @@ def text(checkpoint: Opened, layer: str, dtypes: tuple[str, ...], op: str = "") 
         "bytes", f"{held.bytes:,}" + (f", {8 * held.bytes / held.numel:.3f} bits per weight" if held.numel else "")
     )
     meta = checkpoint.held[held.name].meta
+    data: dict[str, Any] = {
+        "version": 1, "name": name, "tied_to": held.name if name in aliases else None, "shape": list(held.shape),
+        "dtype": held.dtype, "scheme": held.scheme, "bytes": held.bytes, "op": None, "inputs": [],
+    }  # fmt: skip
     if meta is None:
-        return "\n".join([*lines, item("stored as", f"{held.dtype}: not quantized, so torch's operators run"), size])
+        lines += [item("stored as", f"{held.dtype}: not quantized, so torch's operators run"), size]
+        return data, "\n".join(lines)
     lines += [
         item("stored as", f"{held.scheme}, dequantizes to {held.dtype}"),
         size,
@@ -75,11 +102,15 @@ def text(checkpoint: Opened, layer: str, dtypes: tuple[str, ...], op: str = "") 
         raise ValueError(f"no kernels for op {op!r}{close_to(op, known)}; available ops: {', '.join(known)}")
     if meta.axes is not None:
         lines.append(item("axes", f"stored as {list(meta.stored_shape)}, the contracted axis last"))
+    data["op"] = op
     for dtype in dtypes:
         case = Case(meta.spec, meta.act, meta.stored_shape, getattr(torch, dtype), "cpu")
         # any layout: files have none; a weight is packed for its kernel when it is loaded
-        lines += ["", str(explain_case(op, case, any_layout=True))]
-    return "\n".join(lines)
+        verdicts = explain_case(op, case, any_layout=True)
+        lines += ["", str(verdicts)]
+        kernels_here = [{"kernel": name, "rank": rank, "verdict": verdict} for name, rank, verdict in verdicts.rows]
+        data["inputs"].append({"dtype": dtype, "row_independent": verdicts.row_independent, "kernels": kernels_here})
+    return data, "\n".join(lines)
 
 
 def _resolve(layer: str, known: set[str]) -> str:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Annotated, Any
 
 import typer
 
-from ..planning.configs.aliases import CONFIGS, by_name
-from .output import Traceback, check_report_path, report_errors
+from ..planning.config_names import CONFIGS
+from . import completion
+from .command import OUTPUT, QUANTIZATION
+from .options import GroupSize, Json, Traceback
+from .output import check_report_path, report_errors, show
+
+EPILOG = """Examples:
+  pennyweight export-onnx OUT_DIR model.onnx
+  pennyweight export-onnx MODEL_DIR model.onnx --config int4 --group-size 32"""
 
 
 @report_errors
@@ -19,23 +25,50 @@ def export_onnx(
     ],
     out: Annotated[str, typer.Argument(metavar="OUT.onnx", help="The file to write; an existing file is replaced.")],
     config: Annotated[
-        str, typer.Option(metavar="NAME", help="Quantize a float checkpoint first; names as for quantize.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Quantize a float checkpoint first; names as for quantize.",
+            rich_help_panel=QUANTIZATION,
+            autocompletion=completion.config,
+        ),
     ] = "",
-    group_size: Annotated[int | None, typer.Option(help="Weights that share a scale, for configs with groups.")] = None,
-    style: Annotated[str, typer.Option(help="auto, matmulnbits or qdq; see docs/export_onnx.md.")] = "auto",
-    opset: Annotated[int, typer.Option(help="Version of the standard operators; 21 or later.")] = 21,
+    group_size: GroupSize = None,
+    style: Annotated[
+        str,
+        typer.Option(
+            metavar="STYLE",
+            help="auto, matmulnbits or qdq; see docs/export_onnx.md.",
+            rich_help_panel=OUTPUT,
+            autocompletion=completion.one_of(completion.ONNX_STYLES),
+        ),
+    ] = "auto",
+    opset: Annotated[
+        int,
+        typer.Option(metavar="N", help="Version of the standard operators; 21 or later.", rich_help_panel=OUTPUT),
+    ] = 21,
     accuracy_level: Annotated[
-        int, typer.Option(help="Of MatMulNBits: 1 computes in float32, 4 lets onnxruntime round inputs to int8.")
+        int,
+        typer.Option(
+            metavar="N",
+            help="Of MatMulNBits: 1 computes in float32, 4 lets onnxruntime round inputs to int8.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = 1,
     allow_float: Annotated[
-        bool, typer.Option("--allow-float", help="Write weights without an ONNX form as float32 instead of failing.")
+        bool,
+        typer.Option(
+            "--allow-float",
+            help="Write weights without an ONNX form as float32 instead of failing.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = False,
-    report_path: Annotated[
-        str, typer.Option("--json", metavar="FILE", help="Write the report as JSON; - for stdout, without the table.")
-    ] = "",
+    report_path: Json = "",
     traceback: Traceback = False,
 ) -> None:
     """Write a checkpoint as ONNX for onnxruntime."""
+    from ..planning.configs.aliases import by_name
+
     chosen = by_name(config, group_size) if config else None
     if chosen is None and group_size is not None:
         raise ValueError(f"--group-size needs --config, one of {', '.join(CONFIGS)}")
@@ -65,15 +98,11 @@ def export_onnx(
     if narrow:
         typer.echo(f"note: {', '.join(narrow)} is written as float32; quantized weights keep their codes", err=True)
     sizes = {path: os.path.getsize(path) for path in report.files}
-    data = json.dumps({**report.to_dict(), "file_bytes": sizes}, indent=2)
-    if report_path == "-":
-        typer.echo(data)
-        return
-    if report_path:
-        from ..io.atomic_write import write_bytes
-
-        write_bytes(report_path, f"{data}\n".encode())
-    typer.echo(f"{report}\n" + "\n".join(f"{path}: {n:,} bytes" for path, n in sizes.items()))
+    show(
+        {**report.to_dict(), "file_bytes": sizes},
+        lambda: f"{report}\n" + "\n".join(f"{path}: {n:,} bytes" for path, n in sizes.items()),
+        report_path,
+    )
 
 
 def _model(model_dir: str, config: Any) -> Any:

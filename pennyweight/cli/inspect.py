@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import asdict, dataclass, field
@@ -10,35 +9,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .output import Traceback, report_errors, table
+from .command import OUTPUT
+from .inspect_groups import StoredEntry, groups, kind, totals
+from .options import AllowPickle, Json, Traceback
+from .output import check_report_path, report_errors, show, table
 
 if TYPE_CHECKING:
     from ..io import Opened
     from ..io.manifest import Meta
 
 
+EPILOG = """Examples:
+  pennyweight inspect OUT_DIR
+  pennyweight inspect org/model --all
+  pennyweight inspect model.gguf --json"""
+
+
 # -- contents of a checkpoint ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StoredEntry:
-    """One logical tensor. bytes: of all its stored parts. scheme: "" if it is not quantized. word: the name of its
-    type in the file's format."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    scheme: str
-    bytes: int
-    tied: tuple[str, ...] = ()
-    word: str = ""
-
-    @property
-    def numel(self) -> int:
-        n = 1
-        for size in self.shape:
-            n *= size
-        return n
 
 
 @dataclass(frozen=True)
@@ -84,7 +71,11 @@ class Contents:
             "tensor_bytes": sum(t.bytes for t in self.tensors),
             "bits_per_weight": self.bits_per_weight,
             "bits_per_parameter": self.bits_per_parameter,
-            "tensors": [{**asdict(t), "shape": list(t.shape), "tied": list(t.tied)} for t in self.tensors],
+            "kinds": totals(self.tensors),
+            "tensors": [
+                {**asdict(t), "shape": list(t.shape), "tied": list(t.tied), "kind": kind(t.name, t.shape)}
+                for t in self.tensors
+            ],
         }
 
 
@@ -111,7 +102,7 @@ def contents_of(checkpoint: Opened) -> Contents:
     tensors = [
         StoredEntry(
             name, h.kind.shape, _dtype(h.kind.dtype), "" if h.meta is None else scheme(h.meta), h.nbytes,
-            tied.get(name, ()), h.word,
+            tied.get(name, ()), h.word, "" if h.meta is None else _in_words(h.meta),
         )
         for name, h in checkpoint.held.items()
     ]  # fmt: skip
@@ -123,6 +114,13 @@ def contents_of(checkpoint: Opened) -> Contents:
 def scheme(meta: Meta) -> str:
     """Formatted like a Scheme."""
     return f"{meta.spec}" + (" perm" if meta.perm else "") + ("" if meta.act is None else f" × {meta.act}")
+
+
+def _in_words(meta: Meta) -> str:
+    """As "int4, groups of 64, symmetric, bf16 scales"."""
+    from ..planning.scheme import describe, describe_activation
+
+    return describe(meta.spec) + ("" if meta.act is None else f"; {describe_activation(meta.act)}")
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -142,38 +140,36 @@ def inspect(
     path: Annotated[
         str, typer.Argument(metavar="PATH", help="A checkpoint of any format: a folder, a file, an index or a Hub id.")
     ],
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read torch.save files; only from sources you trust.")
+    all_tensors: Annotated[
+        bool, typer.Option("--all", help="List every tensor instead of groups of equal ones.", rich_help_panel=OUTPUT)
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    allow_pickle: AllowPickle = False,
+    json_path: Json = "",
     traceback: Traceback = False,
 ) -> None:
     """List the tensors of a checkpoint.
 
-    Prints how each tensor is stored, its bytes, and totals. Reads headers only.
+    Prints how tensors are stored, their bytes, and totals by kind of layer. Tensors whose names differ only in a number
+    share a line. Reads headers only.
     """
+    check_report_path(json_path, None)
     from ..io import local_path
 
     found = contents(local_path(path, allow_pickle), allow_pickle)
-    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else text(found))
+    show(found.to_dict(), lambda: text(found, all_tensors), json_path)
 
 
-def text(found: Contents) -> str:
+def text(found: Contents, all_tensors: bool = False) -> str:
     """The table and its totals."""
     from ..planning.report import size
 
-    kind = {"safetensors": "plain safetensors", "pennyweight": f"pennyweight format, version {found.version}"}
-    rows = []
-    for t in found.tensors:
-        note = f"tied: {', '.join(t.tied)}" if t.tied else ""
-        stored = t.scheme or t.dtype
-        if t.word:
-            stored = f"{t.word}: {stored}" if t.scheme else t.word
-        rows.append((t.name, "×".join(map(str, t.shape)), stored, f"{t.bytes:,}", note))
+    formats = {"safetensors": "plain safetensors", "pennyweight": f"pennyweight format, version {found.version}"}
     lines = [
-        f"{found.path}: {kind.get(found.format, found.format)}",
+        f"{found.path}: {formats.get(found.format, found.format)}",
         "",
-        table(("tensor", "shape", "stored as", "bytes", ""), rows, ("shape", "bytes")),
+        _listing(found.tensors) if all_tensors else _grouped(found.tensors),
+        "",
+        _kinds(found.tensors),
         "",
     ]
     for word, some in (("quantized", found.quantized), ("not quantized", found.plain)):
@@ -187,3 +183,52 @@ def text(found: Contents) -> str:
         bits = f"{found.bits_per_parameter:.3f} bits per number, headers included"
         lines.append(f"{found.file_bytes:,} bytes ({size(found.file_bytes)}) in all: {bits}")
     return "\n".join(lines)
+
+
+def _listing(tensors: list[StoredEntry]) -> str:
+    """A line for each tensor."""
+    rows = []
+    for t in tensors:
+        stored = t.scheme or t.dtype
+        if t.word:
+            stored = f"{t.word}: {stored}" if t.scheme else t.word
+        rows.append((t.name, "×".join(map(str, t.shape)), stored, f"{t.bytes:,}", _tied(t)))
+    return table(("tensor", "shape", "stored as", "bytes", ""), rows, ("shape", "bytes"))
+
+
+def _grouped(tensors: list[StoredEntry]) -> str:
+    """A line for each group of equal tensors, with their number and total bytes."""
+    from ..planning.report import size
+
+    rows = []
+    for name, some in groups(tensors):
+        t = some[0]
+        stored = t.scheme_text or t.dtype
+        if t.word:
+            stored = f"{t.word}: {stored}" if t.scheme else t.word
+        count = str(len(some)) if len(some) > 1 else ""
+        note = _tied(t) if len(some) == 1 else ""
+        rows.append((name, count, "×".join(map(str, t.shape)), stored, size(sum(t.bytes for t in some)), note))
+    return table(("tensors", "count", "shape", "stored as", "size", ""), rows, ("count", "shape", "size"))
+
+
+def _tied(t: StoredEntry) -> str:
+    return f"tied: {', '.join(t.tied)}" if t.tied else ""
+
+
+def _kinds(tensors: list[StoredEntry]) -> str:
+    """A line for each kind of layer: tensors, parameters, bytes, share."""
+    from ..planning.report import size
+
+    found = totals(tensors)
+    whole = sum(row["bytes"] for row in found.values())
+    rows = [
+        (
+            name, str(row["tensors"]), f"{row['parameters']:,}", size(row["bytes"]),
+            f"{row['bytes'] / whole:.1%}" if whole else "",
+            f"{8 * row['bytes'] / row['parameters']:.2f}" if row["parameters"] else "",
+        )
+        for name, row in found.items()
+    ]  # fmt: skip
+    columns = ("kind of layer", "tensors", "parameters", "size", "share", "bits per parameter")
+    return table(columns, rows, columns[1:])

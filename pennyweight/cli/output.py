@@ -1,28 +1,31 @@
-"""What commands print and where they write: errors, tables, reports, progress, output folders, and torchrun."""
+"""What commands print and where they write: errors, JSON, tables, reports, progress, output folders, and torchrun."""
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import StringIO
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+from .interrupts import Terminated, unwinding
 
 if TYPE_CHECKING:
     from ..planning.report import Report
 
 
-# -- errors, on one line of stderr with exit code 2 --------------------------------------------------------------------
+# -- errors, on one line of stderr; exit codes -------------------------------------------------------------------------
 
-Traceback = Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error.")]
 FAILED = 2
+INTERRUPTED, TERMINATED = 130, 143  # 128 + SIGINT or SIGTERM, the shell convention
 # Messages contain Python arguments; the command line shows the options instead
 _OPTIONS = {
     "resume=False": "--no-resume", "skip=": "--skip ", "group_size=": "--group-size ",
@@ -35,13 +38,21 @@ _ARGUMENT = re.compile(rf"\b({'|'.join(_OPTIONS)})")
 def report_errors(command: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command: expected errors (ValueError and subclasses, OSError) print one line, unless --traceback.
 
-    Any other exception is a bug of this package and keeps its traceback.
+    Ctrl-C and SIGTERM unwind the command, print one line, and exit with 130 and 143. Any other exception is a bug of
+    this package and keeps its traceback.
     """
 
     @functools.wraps(command)
     def run(*args: Any, traceback: bool = False, **kwargs: Any) -> None:
         try:
-            command(*args, traceback=traceback, **kwargs)
+            with unwinding(term=world() == 1):  # torchrun stops its workers itself
+                from .. import startup  # noqa: F401  (not before: --help needs no torch)
+
+                command(*args, traceback=traceback, **kwargs)
+        except KeyboardInterrupt as signal:
+            if traceback:
+                raise
+            raise _stopped(signal) from None
         except BrokenPipeError:
             raise  # the reader closed the pipe; click exits quietly
         except (ValueError, OSError) as error:
@@ -51,6 +62,13 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(FAILED) from None
 
     return run
+
+
+def _stopped(signal: KeyboardInterrupt, hint: str = "") -> typer.Exit:
+    """Print that the command was stopped. Returns the exit."""
+    terminated = isinstance(signal, Terminated)
+    typer.echo(f"pennyweight: {'terminated' if terminated else 'interrupted'}{hint}", err=True)
+    return typer.Exit(TERMINATED if terminated else INTERRUPTED)
 
 
 def line(error: Exception) -> str:
@@ -86,31 +104,42 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence
 
 # -- output folder, progress bar, final report -------------------------------------------------------------------------
 
-INTERRUPTED = 130  # 128 + SIGINT, the shell convention
 
-
-def print_report(report: Report, before: int, after: int | None, report_path: str) -> None:
-    """Print the report and the files' true sizes; write JSON to ``report_path`` if given. after None: a dry run."""
-    files = {"before": before, "after": after}
-    data = json.dumps({**report.to_dict(), "dry_run": after is None, "files": files}, indent=2)
-    if report_path == "-":
-        typer.echo(data)
-        return
-    if report_path:
+def show(data: Mapping[str, Any], text: Callable[[], str], json_path: str) -> None:
+    """Print the text, or for ``--json -`` the data and nothing else; for ``--json FILE`` also write the data there."""
+    if json_path:
+        encoded = json.dumps(_plain(data), indent=2, allow_nan=False)
+        if json_path == "-":
+            typer.echo(encoded)
+            return
         from ..io.atomic_write import write_bytes
 
-        write_bytes(report_path, f"{data}\n".encode())
-    typer.echo(f"{report}\n{file_sizes(report, before, after)}")
+        write_bytes(json_path, f"{encoded}\n".encode())
+    typer.echo(text())
+
+
+def _plain(data: Any) -> Any:
+    """The data with "inf", "-inf" and "nan" for numbers that JSON does not have."""
+    if isinstance(data, Mapping):
+        return {key: _plain(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_plain(value) for value in data]
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def print_report(report: Report, before: int, after: int | None, json_path: str) -> None:
+    """Print the report and the files' true sizes; write JSON to ``json_path`` if given. after None: a dry run."""
+    data = {**report.to_dict(), "dry_run": after is None, "files": {"before": before, "after": after}}
+    show(data, lambda: f"{report}\n{file_sizes(report, before, after)}", json_path)
 
 
 @contextmanager
 def resume_hint() -> Iterator[None]:
-    """On Ctrl-C print how to resume."""
+    """Around a run that the same command resumes: says so if it is interrupted."""
     try:
         yield
-    except KeyboardInterrupt:
-        typer.echo("pennyweight: interrupted; run the same command again to resume", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+    except KeyboardInterrupt as signal:
+        raise _stopped(signal, "; run the same command again to resume") from None
 
 
 def file_sizes(report: Report, before: int, after: int | None) -> str:

@@ -6,31 +6,48 @@ from typing import Annotated
 
 import typer
 
-from .output import Traceback, report_errors
+from .command import OUTPUT
+from .options import Json, Traceback
+from .output import check_report_path, report_errors, resume_hint, show
+
+EPILOG = """Examples:
+  pennyweight push OUT_DIR you/model-int4 --private
+  pennyweight push OUT_DIR you/model-int4 --revision int4-g32 --message 'Groups of 32'"""
 
 
 @report_errors
 def push(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A folder with a complete checkpoint.")],
     repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="org/name; created if missing.")],
-    private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
+    private: Annotated[
+        bool, typer.Option("--private", help="Create a private repository.", rich_help_panel=OUTPUT)
+    ] = False,
     revision: Annotated[
-        str, typer.Option(metavar="BRANCH", help="Commit to this branch, created if missing; default: the main one.")
+        str,
+        typer.Option(
+            metavar="BRANCH",
+            help="Commit to this branch, created if missing; default: the main one.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = "",
-    message: Annotated[str, typer.Option(metavar="TEXT", help="Message of the commit.")] = "",
+    message: Annotated[str, typer.Option(metavar="TEXT", help="Message of the commit.", rich_help_panel=OUTPUT)] = "",
     card: Annotated[
-        bool, typer.Option("--card/--no-card", help="Add a model card (README.md) if there is none.")
+        bool,
+        typer.Option("--card/--no-card", help="Add a model card (README.md) if there is none.", rich_help_panel=OUTPUT),
     ] = True,
+    json_path: Json = "",
     traceback: Traceback = False,
 ) -> None:
     """Upload a checkpoint to the Hugging Face Hub, in one commit.
 
     The token is that of hf auth login or HF_TOKEN. See docs/sharing.md.
     """
+    check_report_path(json_path, None)
+
     from ..io import push_to_hub
 
-    typer.echo(
-        push_to_hub(
+    with resume_hint():  # the commit is made last, and files that the Hub has are not sent again
+        url = push_to_hub(
             folder, repo_id, private=private or None, revision=revision or None, message=message or None, card=card
         )
-    )
+    show({"version": 1, "folder": folder, "repo_id": repo_id, "url": url}, lambda: url, json_path)

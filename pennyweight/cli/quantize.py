@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..planning.configs.aliases import CONFIGS, algorithm_of, by_name
-from ..planning.configs.files import is_config_file, layer_config, read_config, write_config
-from .evaluate import MaxKL, Texts, check_bound, check_room, run_gated
+from ..planning.config_names import CONFIGS, algorithm_of
+from . import completion
+from .command import INPUT, OUTPUT, QUANTIZATION, RUN
+from .evaluate import check_bound, check_room, run_gated
+from .options import DryRun, GroupSize, Json, MaxKL, MaxShardSize, Texts, Traceback
 from .output import (
-    Traceback,
     check_report_path,
     is_first_rank,
     output_folder,
@@ -30,6 +31,18 @@ if TYPE_CHECKING:
     from ..report import Comparison
 
 
+_width = max(map(len, CONFIGS))
+EPILOG = """Examples:
+  pennyweight quantize Qwen/Qwen3-0.6B small --config int4
+  pennyweight quantize MODEL_DIR OUT_DIR --config int4 --group-size 64 --skip lm_head --dry-run
+  pennyweight quantize MODEL_DIR OUT_DIR --config w4a16 --layer '*.down_proj=int8' --for vllm
+  pennyweight quantize MODEL_DIR OUT_DIR --config int4 --calibration text.txt
+  pennyweight quantize MODEL_DIR OUT_DIR --budget "4.25 bpw" --calibration text.txt
+
+Configs:
+""" + "\n".join(f"  {name:<{_width}}  {entry.text}" for name, entry in CONFIGS.items())
+
+
 @report_errors
 def quantize(
     model_dir: Annotated[
@@ -44,6 +57,8 @@ def quantize(
             metavar="NAME|FILE",
             help="Of all linear layers: one of the names listed below, or a .yaml or .json file that maps patterns of "
             "names to configs. Required without --layer, --embeddings or --budget.",
+            rich_help_panel=QUANTIZATION,
+            autocompletion=completion.config,
         ),
     ] = "",
     layer: Annotated[
@@ -52,13 +67,25 @@ def quantize(
             metavar="PATTERN=CONFIG",
             help="The config of some layers: a name or glob such as '*.down_proj=int8', 'lm_head=int4:32' (groups of "
             "32) or '*.k_proj=none'. The first match applies, before --config. Repeatable.",
+            rich_help_panel=QUANTIZATION,
         ),
     ] = None,
     embeddings: Annotated[
-        str, typer.Option(metavar="CONFIG", help="The config of embeddings, and of output layers tied to them.")
+        str,
+        typer.Option(
+            metavar="CONFIG",
+            help="The config of embeddings, and of output layers tied to them.",
+            rich_help_panel=QUANTIZATION,
+            autocompletion=completion.config,
+        ),
     ] = "",
     save_config: Annotated[
-        str, typer.Option(metavar="FILE", help="Write the config, or that found by --budget, to a .yaml or .json file.")
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="Write the config, or that found by --budget, to a .yaml or .json file.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = "",
     engine: Annotated[
         str,
@@ -67,37 +94,56 @@ def quantize(
             metavar="ENGINE",
             help="Check first that an engine reads every weight: vllm, vllm-gpu, llama.cpp, transformers, "
             "onnxruntime or openvino.",
+            rich_help_panel=QUANTIZATION,
+            autocompletion=completion.one_of(completion.ENGINES),
         ),
     ] = "",
-    group_size: Annotated[int | None, typer.Option(help="Weights that share a scale, for configs with groups.")] = None,
+    group_size: GroupSize = None,
     skip: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="Do not quantize: a module or parameter, the end of its name, or a glob. Repeatable."
+            metavar="NAME",
+            help="Do not quantize: a module or parameter, the end of its name, or a glob. Repeatable.",
+            rich_help_panel=QUANTIZATION,
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write no checkpoint.")] = False,
+    dry_run: DryRun = False,
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume/--no-resume", help="Continue an interrupted run, or start again; --budget always starts again."
+            "--resume/--no-resume",
+            help="Continue an interrupted run, or start again; --budget always starts again.",
+            rich_help_panel=RUN,
         ),
     ] = True,
-    report_path: Annotated[
-        str, typer.Option("--json", metavar="FILE", help="Write the report as JSON; - for stdout, without the table.")
-    ] = "",
+    report_path: Json = "",
     on_indivisible: Annotated[
-        str, typer.Option(help="If the group size does not divide a row: pad, largest_divisor, skip or error.")
+        str,
+        typer.Option(
+            metavar="POLICY",
+            help="If the group size does not divide a row: pad, largest_divisor, skip or error.",
+            rich_help_panel=QUANTIZATION,
+            autocompletion=completion.one_of(completion.ON_INDIVISIBLE),
+        ),
     ] = "pad",
-    max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Maximum size of a file, such as 500MB or 2GiB.")
-    ] = "4GB",
+    max_shard_size: MaxShardSize = "4GB",
     algorithm: Annotated[
-        str, typer.Option(metavar="NAME", help="Quantization algorithm: gptq, auto, smooth+gptq, or a recipe.yaml.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Quantization algorithm: gptq, auto, smooth+gptq, or a recipe.yaml. With --calibration: auto.",
+            rich_help_panel=QUANTIZATION,
+            autocompletion=completion.algorithm,
+        ),
     ] = "",
     calibration: Annotated[
         list[str] | None,
-        typer.Option("--calibration", metavar="FILE", help="UTF-8 calibration text for --algorithm. Repeatable."),
+        typer.Option(
+            "--calibration",
+            metavar="FILE",
+            help="UTF-8 calibration text for --algorithm and --budget. Repeatable.",
+            rich_help_panel=INPUT,
+        ),
     ] = None,
     budget: Annotated[
         list[str] | None,
@@ -105,6 +151,7 @@ def quantize(
             metavar="AMOUNT",
             help="Instead of --config: the best mixed-precision config within "
             '"4.25 bpw", "600 MB", "1.3x latency" or "20 ms". Repeatable.',
+            rich_help_panel=QUANTIZATION,
         ),
     ] = None,
     latency_tokens: Annotated[
@@ -113,15 +160,24 @@ def quantize(
             metavar="N",
             help="Sequence length of the call that a --budget of time refers to; default 1 for generative models, a "
             "whole sequence for others.",
+            rich_help_panel=QUANTIZATION,
         ),
     ] = None,
     max_kl: MaxKL = None,
     text: Texts = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Write even if OUT_DIR is not empty; replaces a checkpoint there.")
+        bool,
+        typer.Option(
+            "--force", help="Write even if OUT_DIR is not empty; replaces a checkpoint there.", rich_help_panel=OUTPUT
+        ),
     ] = False,
     card: Annotated[
-        bool, typer.Option("--card/--no-card", help="Write a model card (README.md) for models of transformers.")
+        bool,
+        typer.Option(
+            "--card/--no-card",
+            help="Write a model card (README.md) for models of transformers.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = True,
     traceback: Traceback = False,
 ) -> None:
@@ -132,6 +188,8 @@ def quantize(
 
     torchrun --nproc-per-node N -m pennyweight quantize ... divides the files among N processes.
     """
+    from ..planning.configs.aliases import by_name
+    from ..planning.configs.files import is_config_file, layer_config, read_config, write_config
     from ..planning.report import nbytes_of
 
     by_layer = bool(layer or embeddings)

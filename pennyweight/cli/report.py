@@ -9,10 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from .evaluate import Batch, Length, Limit, Texts
-from .output import Traceback, check_report_path, report_errors
+from .command import INPUT, MEASURING, OUTPUT
+from .options import Batch, Json, Length, Limit, Texts, Traceback
+from .output import check_report_path, report_errors, show
 
 MAX_PARETO_BYTES = 1 << 20
+EPILOG = """Examples:
+  pennyweight report OUT_DIR
+  pennyweight report OUT_DIR --float MODEL_DIR --text text.txt -o small.html"""
 
 
 @report_errors
@@ -26,7 +30,13 @@ def report(
         ),
     ],
     float_dir: Annotated[
-        str, typer.Option("--float", metavar="FLOAT_DIR", help="The float model's folder, to measure errors against.")
+        str,
+        typer.Option(
+            "--float",
+            metavar="FLOAT_DIR",
+            help="The float model's folder, to measure errors against.",
+            rich_help_panel=INPUT,
+        ),
     ] = "",
     text: Texts = None,
     inputs: Annotated[
@@ -35,38 +45,50 @@ def report(
             metavar="FILE",
             help="Instead of --text: a safetensors file of the model's arguments (pixel_values, input_features), one "
             "sample per row.",
+            rich_help_panel=MEASURING,
         ),
     ] = "",
-    out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help="The HTML file.")] = "report.html",
-    report_path: Annotated[
-        str,
-        typer.Option("--json", metavar="FILE", help="Write all numbers as JSON; - for stdout, without the summary."),
-    ] = "",
+    out: Annotated[
+        str, typer.Option("-o", "--out", metavar="FILE", help="The HTML file.", rich_help_panel=OUTPUT)
+    ] = "report.html",
     measure: Annotated[
-        bool, typer.Option("--measure", help="Time linear layers against float on this machine, at 1 and 64 rows.")
+        bool,
+        typer.Option(
+            "--measure",
+            help="Time linear layers against float on this machine, at 1 and 64 rows.",
+            rich_help_panel=MEASURING,
+        ),
     ] = False,
     speed: Annotated[
         bool | None,
         typer.Option(
             "--speed/--no-speed",
             help="Time the whole models in turn on this machine; default: with several, if there are inputs.",
+            rich_help_panel=MEASURING,
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Rounds of --speed.")] = 5,
+    rounds: Annotated[int, typer.Option(metavar="N", help="Rounds of --speed.", rich_help_panel=MEASURING)] = 5,
     trials: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
+            rich_help_panel=MEASURING,
             help="Changes to try for the next steps, each a run of both models; 0 for none. Default: 8, 1 each for "
             "several models, and no more after a minute or twice the time of the comparison."
         ),
     ] = None,
     pareto: Annotated[
         str,
-        typer.Option(metavar="FILE", help="JSON with other models to compare: a list of name, bits_per_weight, kl."),
+        typer.Option(
+            metavar="FILE",
+            help="JSON with other models to compare: a list of name, bits_per_weight, kl.",
+            rich_help_panel=INPUT,
+        ),
     ] = "",
     batch: Batch = 8,
     length: Length = 256,
     limit: Limit = 64,
+    json_path: Json = "",
     traceback: Traceback = False,
 ) -> None:
     """Write a report as one self-contained HTML page.
@@ -88,7 +110,7 @@ def report(
     folder = os.path.dirname(os.path.abspath(out))
     if os.path.isdir(out) or not os.path.isdir(folder):
         raise ValueError(f"{out}: {'is a folder' if os.path.isdir(out) else f'folder {folder} does not exist'}")
-    check_report_path(report_path, None)
+    check_report_path(json_path, None)
     points = read_points(pareto) if pareto else None
 
     from ..io import local_path
@@ -109,15 +131,16 @@ def report(
     )  # fmt: skip
     data = html(page).encode()
     write_bytes(out, data)
-    if report_path == "-":
-        typer.echo(page.to_json())
-        return
-    if report_path:
-        write_bytes(report_path, f"{page.to_json()}\n".encode())
-    typer.echo(f"{out}: {len(data):,} bytes, {len(page.models[0].layers)} layers")
+    numbers = {**page.to_dict(), "file": out, "file_bytes": len(data)}
+    show(numbers, lambda: _summary(page, f"{out}: {len(data):,} bytes"), json_path)
+
+
+def _summary(page: Any, file: str) -> str:
+    lines = [f"{file}, {len(page.models[0].layers)} layers"]
     for model in page.models:
         name = f"{model.name}: " if len(page.models) > 1 else ""
-        typer.echo(f"{name}{model.verdict.title}: {model.verdict.text}")
+        lines.append(f"{name}{model.verdict.title}: {model.verdict.text}")
+    return "\n".join(lines)
 
 
 def read_points(path: str) -> Any:

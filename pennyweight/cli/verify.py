@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from typing import Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .output import Traceback, report_errors
+from .command import INPUT, MEASURING
+from .options import Json, Traceback
+from .output import check_report_path, report_errors, show
+
+if TYPE_CHECKING:
+    from ..report import Verification
 
 SEQUENCES, LENGTH = 4, 64  # a few prompts: a file of some kilobytes
+EPILOG = """Examples:
+  pennyweight verify OUT_DIR --make --text text.txt
+  pennyweight verify OUT_DIR"""
 
 
 @report_errors
@@ -20,7 +29,12 @@ def verify(
     ],
     like: Annotated[
         str,
-        typer.Option("--like", metavar="FLOAT_DIR", help="A folder with the architecture, if DIR has no config.json."),
+        typer.Option(
+            "--like",
+            metavar="FLOAT_DIR",
+            help="A folder with the architecture, if DIR has no config.json.",
+            rich_help_panel=INPUT,
+        ),
     ] = "",
     bound: Annotated[
         float | None,
@@ -28,21 +42,30 @@ def verify(
             "--bound",
             metavar="X",
             help="Limit of the mean KL in nats (relative error for tensors); default: from the file.",
+            rich_help_panel=MEASURING,
         ),
     ] = None,
     make: Annotated[
-        bool, typer.Option("--make", help="Write golden.safetensors: this checkpoint's outputs for --text.")
+        bool,
+        typer.Option(
+            "--make",
+            help="Write golden.safetensors: this checkpoint's outputs for --text.",
+            rich_help_panel=MEASURING,
+        ),
     ] = False,
     text: Annotated[
-        list[str] | None, typer.Option("--text", metavar="FILE", help="UTF-8 text for --make. Repeatable.")
+        list[str] | None,
+        typer.Option("--text", metavar="FILE", help="UTF-8 text for --make. Repeatable.", rich_help_panel=MEASURING),
     ] = None,
     fused: Annotated[
         bool,
         typer.Option(
             "--fused",
             help="Fuse the model (pw.fuse_), and compare each call of a fused block or net with its own forward.",
+            rich_help_panel=MEASURING,
         ),
     ] = False,
+    json_path: Json = "",
     traceback: Traceback = False,
 ) -> None:
     """Check a checkpoint against its golden outputs.
@@ -56,9 +79,10 @@ def verify(
         raise ValueError(f"--bound must be positive, got {bound}")
     if make and (bound is not None or fused):
         raise ValueError(f"{'--fused' if fused else '--bound'} cannot be used with --make")
+    check_report_path(json_path, None)
 
     from ..io.hub import is_hub_id, local_path
-    from ..report.loading import check, expected_beside, load_folder, load_tokenizer, read_texts, text_batches
+    from ..report.loading import expected_beside, load_folder, load_tokenizer, read_texts, text_batches
     from ..report.loading import make as written
 
     if make and not os.path.lexists(path) and is_hub_id(path):
@@ -68,11 +92,12 @@ def verify(
         words, tokenizer = read_texts(text or []), load_tokenizer(like or path)
         model = load_folder(path, like)
         batches = text_batches(model, tokenizer, words, batch=SEQUENCES, length=LENGTH, limit=SEQUENCES)
-        typer.echo(f"written: {written(model, path, batches)}")
+        file = written(model, path, batches)
+        show({"version": 1, "written": file}, lambda: f"written: {file}", json_path)
         return
     expected, model = expected_beside(path), load_folder(path, like)
     if not fused:
-        typer.echo(str(check(model, path, expected, bound)))
+        _show(_measured(model, path, expected, bound), path, json_path)
         return
     from ..inference import CheckError, checked, fuse_
     from ..inference.fused_module import FusedModule
@@ -84,8 +109,36 @@ def verify(
         raise ValueError(f"{path}: nothing is fused: {'; '.join(reasons)}")
     try:
         with checked():
-            found = check(model, path, expected, bound)
+            found = _measured(model, path, expected, bound)
     except CheckError as error:
         raise ValueError(f"{path}: {error}") from error
     fused_modules = " and ".join(f"{n} fused {kind}{'s' * (n > 1)}" for kind, n in counts.items())
-    typer.echo(f"{found}; each call of {fused_modules} agrees with the module's own forward")
+    said = f"; each call of {fused_modules} agrees with the module's own forward"
+    _show(found, path, json_path, said, dict(counts))
+
+
+def _measured(model: Any, path: str, expected: Any, bound: float | None) -> Verification:
+    """The result, within the bound or not. Raises CheckpointError if the outputs have another shape."""
+    from ..io import CheckpointError
+    from ..report import verify
+
+    try:
+        return verify(model, expected, bound)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(path, None, str(error)) from error
+
+
+def _show(found: Verification, path: str, json_path: str, more: str = "", fused: dict[str, int] | None = None) -> None:
+    """Print the result. Raises CheckpointError if it exceeds the bound; then only JSON is printed."""
+    from ..io import CheckpointError
+
+    data = {"version": 1, "ok": found.ok, **asdict(found)}
+    data["kl"] = None if found.kl is None else found.kl._asdict()
+    if found.ok or json_path:
+        show(data if fused is None else {**data, "fused": fused}, lambda: f"{found}{more}", json_path)
+    try:
+        found.check()
+    except ValueError as error:
+        raise CheckpointError(path, None, str(error)) from error

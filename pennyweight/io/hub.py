@@ -43,6 +43,7 @@ class HubError(ValueError):
 def _library(purpose: str) -> Any:
     try:
         import huggingface_hub
+        import huggingface_hub.utils  # the package does not import it by itself
     except ImportError:
         raise HubError(f"{purpose} needs huggingface_hub: pip install pennyweight[hub]") from None
     return huggingface_hub

@@ -78,7 +78,7 @@ def test_inspect_counts_what_lies_on_disk(run: Any, quantized: Path) -> None:
 
 
 def test_inspect_prints_each_tensor_and_totals(run: Any, quantized: Path) -> None:
-    output = run("inspect", quantized).stdout
+    output = run("inspect", quantized, "--all").stdout
     data = json.loads(run("inspect", quantized, "--json").stdout)
     lines = rows(output)
     for t in data["tensors"]:
@@ -112,7 +112,7 @@ def test_inspect_reads_no_tensor(run: Any, quantized: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(File, "tensor", refuse)
     monkeypatch.setattr(File, "read", refuse)
-    assert "layers.10.up.weight" in run("inspect", quantized).stdout
+    assert "layers.10.up.weight" in run("inspect", quantized, "--all").stdout
     assert "RUNS" in run("explain", quantized, "layers.0.up").stdout
 
 

@@ -243,7 +243,7 @@ def run(*arguments: Any) -> Any:
 
 def test_inspect_says_what_is_in_the_file(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", {"a.weight": ("Q4_K", (2, 256), finite_raw("Q4_K", (2, 256))), "b": one(1)})
-    output = run("inspect", tmp_path / "m.gguf").stdout
+    output = run("inspect", tmp_path / "m.gguf", "--all").stdout
     assert "m.gguf: gguf" in output
     line = next(line for line in output.splitlines() if line.startswith("a.weight"))
     assert "Q4_K: uint4[32] scale=(uint6[8] scale=f16)" in line

@@ -1,0 +1,55 @@
+"""What ``import pennyweight`` does at once: tensors, kernels, and hooks into other packages.
+
+Tensors and kernels are imported, so that a pickled weight loads and runs. The hooks let ``from_pretrained`` read
+quantized folders whether this package is imported before or after transformers. Only the command line imports the
+package without this module, and then this module before a command runs.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from . import kernels  # noqa: F401
+from .core import distributed_hooks
+from .core.import_hooks import after_import
+
+_PACKAGE = __package__ or "pennyweight"
+
+
+def _register_with_transformers() -> None:
+    import_module(".integrations.transformers_entry", _PACKAGE).register()
+
+
+def _register_torchao_reader() -> None:
+    from .io.detect_format import EXTERNAL_READERS, ExternalReader
+
+    def reading() -> Any:  # torchao's files need torchao's class names; imported when a file needs them
+        return import_module(".compat.torchao.reading", _PACKAGE)
+
+    EXTERNAL_READERS.append(
+        ExternalReader(
+            "torchao",
+            "tensor_names",
+            lambda checkpoint, config: reading().open_safetensors(checkpoint, config),
+            lambda path, mmap: reading().open_pickle(path, mmap),
+        )
+    )
+
+
+def _register_model_libraries() -> None:
+    from .quantize.save_pretrained import LIBRARIES, Library
+
+    def adapter(name: str) -> Any:
+        return lambda: import_module(f".integrations.{name}", _PACKAGE)
+
+    LIBRARIES.append(Library("transformers.modeling_utils", "PreTrainedModel", adapter("transformers")))
+    LIBRARIES.append(Library("diffusers.models.modeling_utils", "ModelMixin", adapter("diffusers")))
+
+
+after_import("transformers.quantizers.auto", _register_with_transformers)
+after_import("diffusers.quantizers.auto", lambda: import_module(".integrations.diffusers", _PACKAGE))
+distributed_hooks.load_with(lambda: import_module(".distributed.dispatch", _PACKAGE))
+# Tables of lower layers with entries from higher ones, filled as soon as their module is imported
+after_import(f"{_PACKAGE}.io.detect_format", _register_torchao_reader)
+after_import(f"{_PACKAGE}.quantize.save_pretrained", _register_model_libraries)
