@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.arguments import check_arguments
 from ..core.formats import INT8
 from ..core.numerics import decibels
 from ..core.spec import QuantSpec
@@ -81,6 +82,7 @@ def _all_but_least(score: Tensor, count: int) -> Tensor:
     return torch.ones_like(score, dtype=torch.bool).scatter_(-1, order[..., :count], False)
 
 
+@check_arguments()
 def sparsify_(
     model: nn.Module,
     method: str = "wanda",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..planning.configs.aliases import close_to
+from ..core.arguments import did_you_mean
 from .output import Traceback, report_errors
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def text(checkpoint: Opened, layer: str, dtypes: tuple[str, ...], op: str = "") 
     op = op or op_of(meta.spec, meta.stored_shape)
     known = sorted({k.op for k in kernels()})
     if op not in known:
-        raise ValueError(f"no kernels for op {op!r}{close_to(op, known)}; available ops: {', '.join(known)}")
+        raise ValueError(f"no kernels for op {op!r}{did_you_mean(op, known)}; available ops: {', '.join(known)}")
     if meta.axes is not None:
         lines.append(item("axes", f"stored as {list(meta.stored_shape)}, the contracted axis last"))
     for dtype in dtypes:
@@ -90,7 +90,7 @@ def _resolve(layer: str, known: set[str]) -> str:
     inside = sorted(n for n in known if n.startswith(f"{layer}."))
     if inside:
         raise ValueError(f"{layer} contains {len(inside)} tensors; pass one of them: {', '.join(inside[:6])}")
-    raise ValueError(f"the checkpoint has no tensor {layer!r}{close_to(layer, sorted(known | modules))}")
+    raise ValueError(f"the checkpoint has no tensor {layer!r}{did_you_mean(layer, sorted(known | modules))}")
 
 
 # -- a QuantSpec in words ----------------------------------------------------------------------------------------------

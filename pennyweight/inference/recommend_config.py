@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..algorithms.solve import solve
+from ..core.arguments import check_arguments
 from ..planning.config_resolution import Filter, PlanError, rules
 from ..planning.configs import AOBaseConfig, FqnToConfig
 from ..planning.configs.aliases import FASTEST, named
@@ -38,6 +39,7 @@ TRIES = 3  # repeated timings of one candidate on a busy machine
 Choices = dict[str, tuple[AOBaseConfig, float | None]]  # by parameter: config, and speed relative to float if measured
 
 
+@check_arguments()
 def recommend(
     model: nn.Module,
     example_inputs: Any,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..core.arguments import check_arguments
 from ..core.spec import DTYPES
 from ..planning.engines import GGUF, ONNX, Refuses, check_fused, engine_of, refusal, verdict
 from ..planning.report import ALGORITHM, Report, Row
@@ -40,6 +41,7 @@ def formats() -> tuple[str, ...]:
     return ("pennyweight", "float", "gguf", *(codec.name for codec in CODECS if codec.writing is not None))
 
 
+@check_arguments()
 def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

@@ -6,7 +6,6 @@ HF_HUB_OFFLINE.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from .. import __version__
+from ..core.arguments import check_arguments, close_names, hint
 from ..core.formats import all_formats
 from ..planning.report import Report
 from .atomic_write import is_staging
@@ -195,15 +195,15 @@ def _close_to(repo: str) -> str:
     parent, name = os.path.split(repo)
     for folder in (parent, ""):
         names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-        close = difflib.get_close_matches(name, names, 1, 0.75)
-        if close:
-            return f" (did you mean {os.path.join(folder or '.', close[0])}?)"
+        if close := close_names(name, names, 1, 0.75):
+            return hint([os.path.join(folder or ".", close[0])])
     return ""
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
+@check_arguments()
 def push_to_hub(
     folder: str | os.PathLike[str],
     repo_id: str,

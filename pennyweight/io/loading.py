@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.arguments import check_arguments
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.repack import prepare
 from ..planning.report import ALGORITHM
@@ -20,6 +21,7 @@ from .safetensors_file import Entry
 from .state_dict import Slot, meta_buffers, slots_of
 
 
+@check_arguments()
 def load(
     path: str | os.PathLike[str],
     model: nn.Module | None = None,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.arguments import check_arguments
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.run_batch import run_batch
 from .comparison import Comparison, Layer
@@ -25,6 +26,7 @@ HELD = 1 << 30
 Hook = Callable[..., None]
 
 
+@check_arguments()
 def compare(
     float_model: nn.Module,
     quantized: nn.Module,
@@ -88,6 +90,7 @@ def compare_weights(float_model: nn.Module, quantized: nn.Module) -> tuple[tuple
     return _Probe([]).layers(both), unmatched
 
 
+@check_arguments()
 def assert_kl(float_model: nn.Module, quantized: nn.Module, batches: Any, max_kl: float, **how: Any) -> None:
     """Raise AssertionError with the worst layers if the mean KL (nats) exceeds ``max_kl``. For tests.
 

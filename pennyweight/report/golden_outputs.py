@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.arguments import check_arguments
 from ..io.atomic_write import partial_path, rename_into_place
 from ..io.file import CheckpointError
 from ..io.safetensors_file import Entry, File, Writer, place
@@ -112,6 +113,7 @@ class Verification:
         return self
 
 
+@check_arguments()
 def golden(
     model: nn.Module,
     batches: Any,
@@ -167,6 +169,7 @@ def golden(
     return replace(made, bound=TIMES * verify(quantized, made).figure + SLACK[kind])
 
 
+@check_arguments()
 def verify(model: nn.Module, expected: Golden | str | os.PathLike[str], bound: float | None = None) -> Verification:
     """Run a model on golden inputs and compare its outputs.
 

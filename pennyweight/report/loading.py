@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.arguments import check_arguments
 from ..io import loading
 from ..io.config_files import folder_of, read_config, read_side_json
 from ..io.file import CheckpointError
@@ -18,6 +19,7 @@ from .golden_outputs import FILE, Golden, Verification, golden, verify
 # -- pw.load -----------------------------------------------------------------------------------------------------------
 
 
+@check_arguments()
 def load(
     path: str | os.PathLike[str],
     model: nn.Module | None = None,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.arguments import check_arguments
 from ...core.numerics import dequantize, quantize
 from ...core.qparams import Params, choose
 from ...core.spec import ActivationSpec
@@ -48,6 +49,7 @@ _STATIC: dict[type, tuple[str, str | None, Callable[[Mapping[str, Any]], bool]]]
 }
 
 
+@check_arguments()
 def calibrate(
     model: nn.Module,
     batches: Any,

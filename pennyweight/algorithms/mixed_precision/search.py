@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.arguments import check_arguments
 from ...core.formats import UINT2, UINT3, UINT4, UINT5, UINT6
 from ...core.layouts import portable_layout
 from ...core.spec import QuantSpec
@@ -145,6 +146,7 @@ class Search:
         return out.getvalue()
 
 
+@check_arguments()
 def search(
     model: nn.Module,
     batches: Sequence[Any],

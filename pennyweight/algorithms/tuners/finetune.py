@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core import blocks
+from ...core.arguments import check_arguments
 from ...core.numerics import Parts, dequantize, part_value
 from ...core.qparams import Params
 from ...core.spec import QuantSpec
@@ -25,6 +26,7 @@ from ..solvers.refinement import BestCandidate, refit_and_descend
 from ..solvers.rtn import output_error
 
 
+@check_arguments()
 def improve(
     model: nn.Module,
     float_model: nn.Module,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ...core.arguments import check_number, did_you_mean
 from ..granularity import MappingType, PerGroup, PerRow
 from . import floating, integer
 from .base import AOBaseConfig
@@ -130,17 +130,13 @@ FASTEST: tuple[AOBaseConfig, ...] = (
 )
 
 
-def close_to(wrong: str, known: list[str]) -> str:
-    """ " (did you mean ...?)", or nothing."""
-    close = difflib.get_close_matches(wrong, known, n=3, cutoff=0.5)
-    return f" (did you mean {' or '.join(close)}?)" if close else ""
-
-
 def by_name(name: str, group_size: int | None = None) -> AOBaseConfig:
     """The config of a short name, with another group size if given. Raises ValueError with the names that are valid."""
     entry = CONFIGS.get(name)
     if entry is None:
-        raise ValueError(f"unknown config {name!r}{close_to(name, list(CONFIGS))}. Known: {', '.join(CONFIGS)}")
+        if hasattr(integer, name) or hasattr(floating, name):
+            raise ValueError(f"config {name!r} is a class, not a short name; pass an instance, pw.{name}()")
+        raise ValueError(f"unknown config {name!r}{did_you_mean(name, CONFIGS)}. Known: {', '.join(CONFIGS)}")
     args = dict(entry.args)
     if group_size is not None:
         if entry.group is None:
@@ -148,8 +144,7 @@ def by_name(name: str, group_size: int | None = None) -> AOBaseConfig:
             raise ValueError(
                 f"group_size={group_size} cannot be used with {name}: {entry.no_group}. Configs with groups: {grouped}"
             )
-        if type(group_size) is not int or group_size < 1:
-            raise ValueError(f"group_size={group_size!r}: must be a positive integer")
+        check_number("group_size", group_size, integer=True, positive=True)
         args[entry.group] = group_size
     if isinstance(args.get("granularity"), int):
         args["granularity"] = PerGroup(args["granularity"])
