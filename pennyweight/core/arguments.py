@@ -111,6 +111,13 @@ def check_storable(name: str, value: object) -> None:
         )
 
 
+def check_mapping(name: str, value: object) -> None:
+    """Raise ArgumentTypeError unless the value is a mapping, such as a state dict."""
+    if not isinstance(value, Mapping):
+        remedy = "; pass model.state_dict()" if isinstance(value, nn.Module) else ""
+        raise ArgumentTypeError(f"{name} must be a mapping, got {show(value)}{remedy}")
+
+
 def check_nothing(name: str, value: object) -> None:
     """For a parameter that is checked elsewhere."""
 
@@ -153,7 +160,7 @@ def check_device(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} is not a device{guess}; {example}") from None
     if device.type in ("cpu", "meta"):
         return
-    backend = getattr(torch, device.type, None)
+    backend: Any = getattr(torch, device.type, None)
     if hasattr(backend, "is_available") and not backend.is_available():
         raise ValueError(
             f"{name}={str(value)!r}: this machine or this build of torch has no {device.type} device "
@@ -361,7 +368,8 @@ def bind(owner: str, signature: inspect.Signature, args: Any, kwargs: Mapping[st
 
 
 @functools.cache
-def _constructor(cls: type) -> inspect.Signature:
+def _parameters(cls: Any) -> inspect.Signature:
+    """The signature of a class's constructor, without self."""
     found = inspect.signature(cls.__init__)
     return found.replace(parameters=[p for name, p in found.parameters.items() if name != "self"])
 
@@ -401,7 +409,8 @@ class CheckedFields:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
-            signature = _constructor(cls)
+            made: Any = cls
+            signature = _parameters(made)
             dtypes = [name for name, p in signature.parameters.items() if p.annotation == "AnyDtype"]
             for name, value in bind(cls.__name__, signature, args, kwargs).items():
                 parameter = signature.parameters[name]

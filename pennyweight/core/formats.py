@@ -163,7 +163,8 @@ def get_format(name: str) -> Format:
     except (KeyError, TypeError):
         families = "known are int1 to int8, uint1 to uint8, e4m3, e5m2, e3m2, e2m3, e2m1, nf4, ternary and others"
         if isinstance(name, str):
-            raise ValueError(f"unknown number format {name!r}{did_you_mean(name, filter(_COMMON.fullmatch, _BY_NAME))}; {families}") from None
+            guess = did_you_mean(name, filter(_COMMON.fullmatch, _BY_NAME))
+            raise ValueError(f"unknown number format {name!r}{guess}; {families}") from None
         bits = isinstance(name, int) and not isinstance(name, bool) and f"int{name}" in _BY_NAME
         guess = hint([f"int{name}", f"uint{name}"]) if bits else ""
         raise ArgumentTypeError(f"a number format is given by its name, got {show(name)}{guess}; {families}") from None

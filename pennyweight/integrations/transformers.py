@@ -89,7 +89,8 @@ class PennyweightConfig(QuantizationConfigMixin):
             raise ValueError(f"quantization_config has {sorted(unknown)}, which this release does not know; upgrade it")
         if on_indivisible not in ON_INDIVISIBLE:
             guess = did_you_mean(on_indivisible, ON_INDIVISIBLE, 1)
-            raise ValueError(f"on_indivisible must be one of {', '.join(ON_INDIVISIBLE)}, got {on_indivisible!r}{guess}")
+            known = ", ".join(ON_INDIVISIBLE)
+            raise ValueError(f"on_indivisible must be one of {known}, got {on_indivisible!r}{guess}")
         if save_as not in (METHOD, *FORMATS):
             guess = did_you_mean(save_as, (METHOD, *FORMATS), 1)
             raise ValueError(f"save_as must be one of {', '.join((METHOD, *FORMATS))}, got {save_as!r}{guess}")

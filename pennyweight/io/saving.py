@@ -45,6 +45,8 @@ def save(
     state_dict = _state_dict(model) if isinstance(model, nn.Module) else model
     metadata = {**algorithm_of(model), **(metadata or {})}
     path = os.path.abspath(os.fspath(path))
+    if os.path.isfile(path) and not path.endswith(".safetensors"):
+        raise CheckpointError(path, None, "is a file; pass a folder, or a name that ends in .safetensors")
     try:
         some = items(state_dict)
         if path.endswith(".safetensors"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -13,7 +13,7 @@ from torch import nn
 from ..core.arguments import check_skip, close_names, did_you_mean, hint, show
 from ..core.errors import ArgumentTypeError
 from .configs import AOBaseConfig, FqnToConfig
-from .configs.aliases import by_name
+from .configs.aliases import by_name, named
 from .configs.files import is_config_file, read_config
 from .name_patterns import NamePattern
 from .parameters import Place, is_linear, kind_of
@@ -64,6 +64,23 @@ def not_a_config(name: str, value: Any) -> str:
     else:
         remedy = ""
     return f'{name} must be one such as Int8WeightOnlyConfig(), or a name such as "int8"; got {show(value)}{remedy}'
+
+
+def read_candidates(candidates: Any, default: Sequence[AOBaseConfig]) -> list[AOBaseConfig]:
+    """The configs of an argument ``candidates``: a list of configs and short names, or None for the default."""
+    if candidates is None:
+        return list(default)
+    if isinstance(candidates, (str, AOBaseConfig)) or not isinstance(candidates, Iterable):
+        raise ArgumentTypeError(f"candidates must be a list of configs, got {show(candidates)}; write [config, ...]")
+    found = []
+    for i, one in enumerate(candidates):
+        config = named(one)
+        if not isinstance(config, AOBaseConfig):
+            raise ArgumentTypeError(not_a_config(f"candidates[{i}]", one))
+        found.append(config)
+    if not found:
+        raise PlanError("candidates is empty; pass at least one config, or leave it out")
+    return found
 
 
 def resolve_arguments(config: Any, skip: Skip, on_indivisible: str) -> tuple[AOBaseConfig, Skip, str]:

@@ -50,13 +50,18 @@ def _raised_by_a_check(error: BaseException) -> bool:
 
 def _why_not_run(model: nn.Module, batch: Any, error: Exception) -> str:
     names = {id(module): name for name, module in model.named_modules()}
-    inside = [m for m in (frame.f_locals.get("self") for frame in _frames(error)) if id(m) in names]
+    owners: list[Any] = [frame.f_locals.get("self") for frame in _frames(error)]
+    inside = [module for module in owners if id(module) in names]
     layer = inside[-1] if inside else model
     where = f" in layer {names[id(layer)]!r} ({type(layer).__name__})" if names.get(id(layer)) else ""
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return f"{type(model).__name__} cannot run on a batch of {describe(batch)}: {said[:160]}{where}; " + _remedy(
-        model, layer, batch, error
-    )
+    said = said if len(said) <= _SAID else f"{said[:_SAID]}..."
+    where = "" if " in layer " in said else where
+    remedy = _remedy(model, layer, batch, error)
+    return f"{type(model).__name__} cannot run on a batch of {describe(batch)}: {said}{where}; {remedy}"
+
+
+_SAID = 180  # characters of the error of torch or of the model that are quoted
 
 
 def describe(batch: Any) -> str:
@@ -73,13 +78,16 @@ def _kind(x: Any) -> str:
 
 def _remedy(model: nn.Module, layer: nn.Module, batch: Any, error: Exception) -> str:
     """What to pass instead, as far as the model tells."""
-    given = list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else [batch]
+    single = not isinstance(batch, (tuple, list, Mapping))
+    given = [batch] if single else list(batch.values() if isinstance(batch, Mapping) else batch)
     if any(not isinstance(x, Tensor) for x in given) and not all(isinstance(x, (bool, type(None))) for x in given):
         return "pass tensors (torch.as_tensor)"
     weight = getattr(layer, "weight", None)
     if isinstance(layer, nn.Embedding) and isinstance(weight, Tensor):
         return f"pass token ids (torch.int64) from 0 to {weight.shape[0] - 1}"
     x = next((x for x in given if isinstance(x, Tensor)), None)
+    if isinstance(error, ArgumentError):  # of a quantized weight: it says what it takes
+        return "check the batch"
     if isinstance(layer, nn.Linear) and isinstance(weight, Tensor) and x is not None:
         if x.dtype != weight.dtype and x.ndim and x.shape[-1] == layer.in_features:
             return f"its parameters are {weight.dtype} on {weight.device}; pass inputs of that kind"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.arguments import check_arguments
+from ..core.arguments import check_arguments, check_number, did_you_mean
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.run_batch import run_batch
 from .comparison import Comparison, Layer
@@ -58,9 +58,13 @@ def compare(
     if there are no batches.
     """
     if kind is not None and kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, or None to detect it, got {kind!r}")
+        guess = did_you_mean(kind, KINDS, 1)
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, or None to detect it, got {kind!r}{guess}")
     if pooling not in POOLINGS:
-        raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+        raise ValueError(
+            f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}{did_you_mean(pooling, POOLINGS)}"
+        )
+    check_number("temperature", temperature, positive=True)
     exact, found = unwrapped(float_model), unwrapped(quantized)
     both, unmatched = pairs(exact, found)
     probe = _Probe(both if layers else [])
@@ -97,6 +101,7 @@ def assert_kl(float_model: nn.Module, quantized: nn.Module, batches: Any, max_kl
     how: arguments of :func:`compare`. A tensor output counts as logits unless ``kind`` is given.
     """
     __tracebackhide__ = True  # pytest then shows the caller's line
+    check_number("max_kl", max_kl, 0)
     result = compare(float_model, quantized, batches, **{"otherwise": "logits", **how})
     bad = result.beyond(max_kl, None, None)
     if bad:

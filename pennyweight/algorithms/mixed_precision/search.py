@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.arguments import check_arguments
+from ...core.arguments import check_arguments, check_number
 from ...core.formats import UINT2, UINT3, UINT4, UINT5, UINT6
 from ...core.layouts import portable_layout
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from ...planning.config_resolution import Filter, PlanError, Skip, resolve_config
+from ...planning.config_resolution import Filter, PlanError, Skip, read_candidates
 from ...planning.configs import AOBaseConfig, FqnToConfig, SpecConfig
 from ...planning.configs.aliases import FASTEST, by_name
 from ...planning.configs.files import write_config
@@ -210,7 +210,8 @@ def search(
     default = (*CANDIDATES, *FASTEST) if timed else CANDIDATES
     if for_ is not None and candidates is None:
         default = (*default, *_ENGINE_CANDIDATES)
-    configs = [resolve_config(c) for c in (default if candidates is None else candidates)]
+    configs = read_candidates(candidates, default)
+    check_number("held_out", held_out, 0, below=1)
     solving, measuring = losses.split_batches(batches, held_out)
     with torch.inference_mode(False), torch.no_grad():
         plans = [plan(model, config, filter_fn, skip=skip) for config in configs]

@@ -116,8 +116,8 @@ class SpecConfig(AOBaseConfig):
             )
         if self.act is not None and not isinstance(self.act, ActivationSpec):
             raise ArgumentTypeError(
-                "SpecConfig: act must be an ActivationSpec such as ActivationSpec(QuantSpec(get_format('int8'), (-1,))), "
-                f"got {show(self.act)}"
+                "SpecConfig: act must be an ActivationSpec such as ActivationSpec(QuantSpec(get_format('int8'), (-1,)))"
+                f", got {show(self.act)}"
             )
         if self.rule is not None:
             check_choice("SpecConfig: rule", self.rule, sorted(RULES))
