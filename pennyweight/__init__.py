@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .core import distributed_hooks
-from .core.arguments import did_you_mean
 from .core.errors import ArgumentError
 from .core.fallback import FallbackError, FallbackWarning, fallbacks, reset_fallbacks, strict
 from .core.formats import Format, get_format
@@ -199,6 +198,8 @@ def __getattr__(name: str) -> Any:
             if hasattr(module, name):
                 globals()[name] = value = getattr(module, name)
                 return value
+    from .core.arguments import did_you_mean
+
     guess = "" if name.startswith("_") else did_you_mean(name, __all__, 2, 0.6)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{guess}")
 

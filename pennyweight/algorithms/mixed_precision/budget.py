@@ -120,7 +120,8 @@ def check(table: Table, limit: Limits, base: Base) -> None:
     least = sum(min(o.nbytes for o in options) for options in table.values())
     if least > limit.nbytes:
         raise PlanError(
-            f"the budget leaves {size(max(limit.nbytes, 0))} for these weights; the candidates need {size(least)}"
+            f"the budget leaves {size(max(limit.nbytes, 0))} for these weights; the candidates need {size(least)}; "
+            "raise the budget, or pass candidates with fewer bits"
         )
     if isinf(limit.seconds):
         return

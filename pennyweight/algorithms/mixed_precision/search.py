@@ -201,7 +201,10 @@ def search(
     """
     batches = read(batches, "batches", together=True)
     if len(batches) < 2:
-        raise PlanError("search needs at least two batches: some to quantize with, some to measure with")
+        raise PlanError(
+            "search needs at least two batches: some to quantize with, some to measure with; batches has "
+            f"{len(batches)}"
+        )
     recipe, timed = recipes.read(algorithm), any(map(is_latency, parts(budget)))
     if recipe.rewrites or recipe.tuners:
         raise PlanError(
