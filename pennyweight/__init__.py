@@ -190,7 +190,14 @@ after_import(f"{__name__}.quantize.save_pretrained", _register_model_libraries)
 
 def __getattr__(name: str) -> Any:
     if name in _ADAPTERS:
-        globals()[name] = value = getattr(import_module(f".{_ADAPTERS[name]}", __name__), name)
+        try:
+            module = import_module(f".{_ADAPTERS[name]}", __name__)
+        except ModuleNotFoundError as error:
+            if error.name != "transformers":
+                raise
+            text = f"pennyweight.{name} needs transformers: pip install 'pennyweight[hf]'"
+            raise ImportError(text, name=error.name) from error
+        globals()[name] = value = getattr(module, name)
         return value
     if name in __all__:
         for path in _MODULES:
@@ -200,7 +207,7 @@ def __getattr__(name: str) -> Any:
                 return value
     from .core.arguments import did_you_mean
 
-    guess = "" if name.startswith("_") else did_you_mean(name, __all__, 2, 0.6)
+    guess = "" if name.startswith("_") else did_you_mean(name, __all__, 3, 0.6)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{guess}")
 
 

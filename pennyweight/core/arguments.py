@@ -48,7 +48,10 @@ def close_names(word: object, known: Iterable[str], n: int = 3, cutoff: float = 
 
     wanted, scores = str(word).lower(), {}
     for name in known:
-        if (ratio := SequenceMatcher(None, name.lower(), wanted).ratio()) >= cutoff:
+        ratio = SequenceMatcher(None, name.lower(), wanted).ratio()
+        if len(wanted) > 3 and name.lower().startswith(wanted):  # the beginning of a name
+            ratio = 1.0
+        if ratio >= cutoff:
             scores[name] = ratio
     return sorted(scores, key=lambda name: -scores[name])[:n]
 

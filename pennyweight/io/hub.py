@@ -45,7 +45,7 @@ def _library(purpose: str) -> Any:
     try:
         import huggingface_hub
     except ImportError:
-        raise HubError(f"{purpose} needs huggingface_hub: pip install pennyweight[hub]") from None
+        raise HubError(f"{purpose} needs huggingface_hub: pip install 'pennyweight[hub]'") from None
     return huggingface_hub
 
 

@@ -106,7 +106,7 @@ def load_tokenizer(folder: str) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise ValueError("--text needs transformers for its tokenizers; pip install transformers") from None
+        raise ValueError("--text needs transformers for its tokenizers: pip install 'pennyweight[hf]'") from None
     if read_config(folder) is None:
         raise ValueError(f"{folder} has no config.json; --text needs a model folder with a tokenizer")
     try:

@@ -76,7 +76,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "int4_model": lambda: _quantized(mlp, "int4"),
     "dynamic": lambda: _quantized(mlp, "int8-dynamic"),
     "small_table": lambda: _quantized(Net, pw.FqnToConfig({"_default": "int8", "_embeddings": "int8"})),
-    "conv": lambda: _quantized(lambda: nn.Sequential(nn.Conv2d(3, 8, 3)), "int8", lambda m, _: isinstance(m, nn.Conv2d)),
+    "conv": lambda: _quantized(
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3)), "int8", lambda m, _: isinstance(m, nn.Conv2d)
+    ),
     "prepared": lambda: _quantized(mlp, pw.QATConfig("int4")),
     "frozen": _frozen,
     "on_meta": _on_meta,

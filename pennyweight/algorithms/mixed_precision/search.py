@@ -30,7 +30,21 @@ from ..calibration.batches import read
 from ..calibration.block_order import inference_mode
 from ..solve import solve, stages
 from ..tuners import losses
-from .budget import Base, Budget, Option, Table, allocate, check, duration, is_latency, limits, merge, parts, totals
+from .budget import (
+    Base,
+    Budget,
+    Option,
+    Table,
+    allocate,
+    check,
+    duration,
+    is_latency,
+    limits,
+    merge,
+    parts,
+    require_scipy,
+    totals,
+)
 from .latency import CallTimer, LayerTimes, layer_times
 
 __all__ = ["CANDIDATES", "CallTimer", "Option", "Search", "allocate", "search"]
@@ -199,6 +213,7 @@ def search(
     model, the statistics of one block, and all quantized weights, packed. Raises PlanError for an invalid budget or one
     that no allocation meets; size and time are checked before any weight is quantized.
     """
+    require_scipy()
     batches = read(batches, "batches", together=True)
     if len(batches) < 2:
         raise PlanError(
