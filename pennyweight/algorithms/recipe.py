@@ -72,7 +72,11 @@ def _step(item: Any) -> Step:
     if isinstance(item, type) and issubclass(item, (Solver, Rewrite, Tuner)):
         name = item.__name__
         raise ArgumentTypeError(f"algorithm must be an instance, got the class {name}; write {name}()")
-    if not isinstance(item, str) or not isinstance(options, Mapping):
+    if isinstance(item, str) and not isinstance(options, Mapping):
+        raise ArgumentTypeError(
+            f"the options of {item} must be a mapping, {{'{item}': {{option: value}}}}, got {show(options)}"
+        )
+    if not isinstance(item, str):
         raise ArgumentTypeError(
             f"algorithm must be a name such as 'gptq', {{name: options}}, an algorithm, or a list of these; got "
             f"{show(item)}"

@@ -34,7 +34,8 @@ INTERNALS = (
 # How messages show the objects behind the names of a row
 SHOWN = (
     " in layer '", "a tensor of shape", "a model (", "a list of", "got None", "got {}", ".weight", "Linear:",
-    "the model", "Sequential", "FakeQuantizedLinear", "is required", "got 'm'", "takes (m)", "the budget", "calibration", "not JSON",
+    "the model", "Sequential", "FakeQuantizedLinear", "is required", "got 'm'", "takes (m)", "the budget",
+    "calibration", "not JSON",
 )  # fmt: skip
 COMMON = {"pw", "torch", "nn", "x", "m", "n", "lambda", "True", "None"}
 ROWS = [pytest.param(row, id=f"{group}: {row[0]}") for group, rows in TABLE.items() for row in rows]
