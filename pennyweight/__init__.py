@@ -167,15 +167,25 @@ def _is_command() -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__ and name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import_module(".startup", __name__)
-    for path in [_HOMES[name]] if name in _HOMES else _MODULES:
-        module = import_module(f".{path}", __name__)
-        if hasattr(module, name):
-            globals()[name] = value = getattr(module, name)
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in __all__ or name in _HOMES:
+        import_module(".startup", __name__)
+        for path in [_HOMES[name]] if name in _HOMES else _MODULES:
+            try:
+                module = import_module(f".{path}", __name__)
+            except ModuleNotFoundError as error:
+                if error.name != "transformers":
+                    raise
+                text = f"pennyweight.{name} needs transformers: pip install 'pennyweight[hf]'"
+                raise ImportError(text, name=error.name) from error
+            if hasattr(module, name):
+                globals()[name] = value = getattr(module, name)
+                return value
+    guess = ""
+    if not name.startswith("_"):
+        from .core.arguments import did_you_mean
+
+        guess = did_you_mean(name, __all__, 3, 0.6)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{guess}")
 
 
 def __dir__() -> list[str]:

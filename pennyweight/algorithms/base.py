@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
+from ..core.arguments import CheckedFields
 from ..core.numerics import Parts
 from ..core.spec import QuantSpec
 from ..planning.scheme import Scheme
@@ -53,7 +54,7 @@ class Solution(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Solver:
+class Solver(CheckedFields):
     """Quantizes one weight: ``solve(task) -> Solution``.
 
     needs: required statistics; empty: the solver needs no data. Layers that no data reaches are rounded to nearest.
@@ -77,7 +78,7 @@ class Solver:
 
 
 @dataclass(frozen=True)
-class Rewrite:
+class Rewrite(CheckedFields):
     """Changes a model in place but not its function (to 1e-5): ``apply(model, target, batches) -> notes``.
 
     target  the parameters that will be quantized: name -> scheme
@@ -101,7 +102,7 @@ class Rewrite:
 
 
 @dataclass(frozen=True)
-class Tuner:
+class Tuner(CheckedFields):
     """Trains values of a quantized model without changing its size: ``tune(model, teacher, batches)``.
 
     teacher     the float model, after rewrites

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..core.arguments import did_you_mean, show
+from ..core.errors import ArgumentTypeError
 from .base import ALGORITHMS, Rewrite, Solver, Tuner
 from .solvers.rtn import Nearest
 
@@ -42,11 +43,12 @@ def read(algorithm: Any) -> Recipe:
     order = [_rank(s) for s in steps]
     if order != sorted(order):
         raise ValueError(
-            f"the order of a recipe is rewrites, one solver, tuners; got {', '.join(_text(s) for s in steps)}"
+            f"the order of a recipe is rewrites, one solver, tuners; got {', '.join(map(_text, steps))}; write "
+            f"{', '.join(map(_text, sorted(steps, key=_rank)))}"
         )
     solvers = [s for s in steps if isinstance(s, Solver)]
     if len(solvers) > 1:
-        raise ValueError(f"a recipe has one solver; got {', '.join(_text(s) for s in solvers)}")
+        raise ValueError(f"a recipe has one solver; got {', '.join(map(_text, solvers))}; keep one of them")
     return Recipe(
         tuple(s for s in steps if isinstance(s, Rewrite)),
         solvers[0] if solvers else Nearest(),
@@ -67,20 +69,28 @@ def _step(item: Any) -> Step:
             raise ValueError(f"a step of a recipe is one name with its options, got {dict(item)!r}")
         item, options = next(iter(item.items()))
         options = options or {}
-    if not isinstance(item, str) or not isinstance(options, Mapping):
-        raise ValueError(f"a step of a recipe is a name, {{name: options}}, or an algorithm; got {item!r}")
+    if isinstance(item, type) and issubclass(item, (Solver, Rewrite, Tuner)):
+        name = item.__name__
+        raise ArgumentTypeError(f"algorithm must be an instance, got the class {name}; write {name}()")
+    if isinstance(item, str) and not isinstance(options, Mapping):
+        raise ArgumentTypeError(
+            f"the options of {item} must be a mapping, {{'{item}': {{option: value}}}}, got {show(options)}"
+        )
+    if not isinstance(item, str):
+        raise ArgumentTypeError(
+            f"algorithm must be a name such as 'gptq', {{name: options}}, an algorithm, or a list of these; got "
+            f"{show(item)}"
+        )
     if item not in ALGORITHMS:
-        raise ValueError(f"unknown algorithm {item!r}{_near(item, ALGORITHMS)}; known: {', '.join(sorted(ALGORITHMS))}")
+        guess = did_you_mean(item, ALGORITHMS, 1, 0.6)
+        raise ValueError(f"unknown algorithm {item!r}{guess}; known: {', '.join(sorted(ALGORITHMS))}")
     known = {f.name for f in fields(ALGORITHMS[item])}
     for name in options:
         if name not in known:
-            raise ValueError(f"{item} has no option {name!r}{_near(name, known)}; known: {', '.join(sorted(known))}")
+            raise ValueError(
+                f"{item} has no option {name!r}{did_you_mean(name, known, 1, 0.6)}; known: {', '.join(sorted(known))}"
+            )
     return ALGORITHMS[item](**options)
-
-
-def _near(word: str, known: Any) -> str:
-    close = difflib.get_close_matches(word, list(known), 1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _text(step: Step) -> str:
@@ -97,7 +107,16 @@ def _from_yaml(path: Path) -> Any:
         raise ImportError(
             f"{path}: reading YAML needs PyYAML; pip install pyyaml, or pass the recipe as a list"
         ) from error
-    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"algorithm={str(path)!r}: there is no such file; pass the path of a YAML file, or a name such as 'gptq'"
+        )
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or "is not text in UTF-8"
+        where = f"line {mark.line + 1}: " if mark else ""
+        raise ValueError(f"{path}: {where}{problem}; expected a list of steps such as [smooth, gptq]") from error
     if isinstance(data, Mapping) and set(data) == {"algorithm"}:
         data = data["algorithm"]
     if data is None:

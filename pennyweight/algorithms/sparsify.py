@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.arguments import check_arguments, did_you_mean, show
+from ..core.errors import ArgumentTypeError
 from ..core.formats import INT8
 from ..core.numerics import decibels
 from ..core.spec import QuantSpec
@@ -47,7 +49,9 @@ class SparsityPattern:
             if not 0 < kept < of:
                 raise PlanError(f"a pattern must be like '2:4' (2 kept of each 4) or a share of zeros, got {pattern!r}")
             return SparsityPattern(pattern, kept, of)
-        if isinstance(pattern, bool) or not 0 < pattern < 1:
+        if isinstance(pattern, bool) or not isinstance(pattern, (int, float)):
+            raise ArgumentTypeError(f"pattern must be like '2:4', or a share of zeros such as 0.5, got {show(pattern)}")
+        if not 0 < pattern < 1:
             raise PlanError(f"a share of zeros must be between 0 and 1, got {pattern!r}; or use a pattern like '2:4'")
         return SparsityPattern(f"{pattern:.0%} zeros", share=float(pattern))
 
@@ -81,6 +85,7 @@ def _all_but_least(score: Tensor, count: int) -> Tensor:
     return torch.ones_like(score, dtype=torch.bool).scatter_(-1, order[..., :count], False)
 
 
+@check_arguments()
 def sparsify_(
     model: nn.Module,
     method: str = "wanda",
@@ -105,7 +110,8 @@ def sparsify_(
     schemes keep zeros, and so do the solvers of the GPTQ family. Raises PlanError before it changes the model.
     """
     if method not in METHODS:
-        raise PlanError(f"sparsify_: method must be one of {', '.join(METHODS)}, got {method!r}")
+        guess = did_you_mean(method, METHODS, 1)
+        raise PlanError(f"sparsify_: method must be one of {', '.join(METHODS)}, got {method!r}{guess}")
     wanted, needs = SparsityPattern.read(pattern), METHODS[method]
     if needs and calibration is None:
         raise PlanError(f"sparsify_: {method} needs calibration data; pass calibration=batches, or use 'magnitude'")

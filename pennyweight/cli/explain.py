@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..planning.config_names import close_to
 from . import completion
 from .command import INPUT
 from .options import Json, Traceback
@@ -99,7 +98,9 @@ def explanation(checkpoint: Opened, layer: str, dtypes: tuple[str, ...], op: str
     op = op or op_of(meta.spec, meta.stored_shape)
     known = sorted({k.op for k in kernels()})
     if op not in known:
-        raise ValueError(f"no kernels for op {op!r}{close_to(op, known)}; available ops: {', '.join(known)}")
+        from ..core.arguments import did_you_mean
+
+        raise ValueError(f"no kernels for op {op!r}{did_you_mean(op, known)}; available ops: {', '.join(known)}")
     if meta.axes is not None:
         lines.append(item("axes", f"stored as {list(meta.stored_shape)}, the contracted axis last"))
     data["op"] = op
@@ -121,7 +122,9 @@ def _resolve(layer: str, known: set[str]) -> str:
     inside = sorted(n for n in known if n.startswith(f"{layer}."))
     if inside:
         raise ValueError(f"{layer} contains {len(inside)} tensors; pass one of them: {', '.join(inside[:6])}")
-    raise ValueError(f"the checkpoint has no tensor {layer!r}{close_to(layer, sorted(known | modules))}")
+    from ..core.arguments import did_you_mean
+
+    raise ValueError(f"the checkpoint has no tensor {layer!r}{did_you_mean(layer, sorted(known | modules))}")
 
 
 # -- a QuantSpec in words ----------------------------------------------------------------------------------------------

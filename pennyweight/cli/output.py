@@ -30,9 +30,12 @@ INTERRUPTED, TERMINATED = 130, 143  # 128 + SIGINT or SIGTERM, the shell convent
 _OPTIONS = {
     "resume=False": "--no-resume", "skip=": "--skip ", "group_size=": "--group-size ",
     "on_indivisible=": "--on-indivisible ", "allow_pickle=True": "--allow-pickle", "gguf_type=": "--type ",
-    "imatrix=": "--imatrix ", "to=": "--to ", "requantize=True": "--requantize",
+    "imatrix=": "--imatrix ", "to=": "--to ", "requantize=True": "--requantize", "for_=": "--for ",
+    "group_size must": "--group-size must", "on_indivisible must": "--on-indivisible must",
+    "pass calibration=batches (tensors, tuples, or mappings such as {'input_ids': ..., 'attention_mask': ...})":
+        "pass text with --calibration",
 }  # fmt: skip
-_ARGUMENT = re.compile(rf"\b({'|'.join(_OPTIONS)})")
+_ARGUMENT = re.compile(rf"\b({'|'.join(map(re.escape, _OPTIONS))})")
 
 
 def report_errors(command: Callable[..., None]) -> Callable[..., None]:

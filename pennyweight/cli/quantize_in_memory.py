@@ -46,7 +46,7 @@ def write_calibrated(
     model = load_folder(model_dir)
     batches = None
     if texts:
-        tokenizer, read = load_tokenizer(model_dir), read_texts(texts)
+        read, tokenizer = read_texts(texts), load_tokenizer(model_dir)  # files that are missing are named first
         batches = text_batches(model, tokenizer, read, batch=BATCH, length=LENGTH, limit=SEQUENCES)
         if len(batches) < FEW:  # search and tune hold some batches out
             batches = text_batches(model, tokenizer, read, batch=1, length=LENGTH, limit=SEQUENCES)

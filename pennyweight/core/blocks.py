@@ -12,6 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .arguments import show
+from .errors import ArgumentTypeError
+
 Block = tuple[int, ...] | None
 
 
@@ -19,6 +22,8 @@ def normalize(block: Sequence[int] | None) -> Block:
     """Canonical form of a block: without leading ones, so that equivalent blocks compare equal."""
     if block is None:
         return None
+    if not isinstance(block, Sequence) or not all(hasattr(type(b), "__index__") for b in block):
+        raise ArgumentTypeError(f"block must be a tuple of sizes such as (32,) or (-1,), got {show(block)}")
     sizes = tuple(int(b) for b in block)
     if not sizes or any(b == 0 or b < -1 for b in sizes):
         raise ValueError(f"block {tuple(block)}: each entry is a positive size or -1 for the whole axis")

@@ -7,6 +7,7 @@ itself differs. Each question is asked only if the library in question is loaded
     accelerate               :func:`refuse_disk_offload`
     peft                     :func:`copied_for_training`
     Module.load_state_dict   :func:`load_state_dict_frames`, for load_state_dict.py
+    messages of errors       :func:`in_layer`
 """
 
 from __future__ import annotations
@@ -37,6 +38,16 @@ def _frames() -> Iterator[FrameType]:
 
 def _module(frame: FrameType) -> str:
     return frame.f_globals.get("__name__", "")
+
+
+def in_layer() -> str:
+    """ " in layer 'model.layers.0.q_proj' (Linear)": the innermost module whose forward makes the current call, by its
+    name in the outermost one; "" outside of modules. For messages only: a quantized weight does not know its name."""
+    inside = [m for m in (frame.f_locals.get("self") for frame in _frames()) if isinstance(m, nn.Module)]
+    if not inside:
+        return ""
+    name = next((name for name, module in inside[-1].named_modules() if module is inside[0]), "")
+    return f" in layer {name!r} ({type(inside[0]).__name__})" if name else f" in {type(inside[0]).__name__}"
 
 
 def caller() -> str:

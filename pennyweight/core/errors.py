@@ -1,10 +1,18 @@
-"""The exception for arguments that do not fit a quantized tensor."""
+"""The exceptions for arguments: of a wrong type, or with values that do not fit a quantized tensor."""
 
 from __future__ import annotations
 
 
 class ArgumentError(ValueError, RuntimeError):
-    """An operation was given a shape, dtype, device or layout that does not fit the quantized tensor.
+    """An operation was given a shape, dtype, device or layout that does not fit the quantized tensor, or a model was
+    given a batch that it cannot run on.
 
     torch raises RuntimeError for the same arguments on a float tensor, so code that catches RuntimeError works here.
+    """
+
+
+class ArgumentTypeError(TypeError, ValueError):
+    """An argument has a wrong type: a path instead of a model, a class instead of an instance.
+
+    Also a ValueError, so that code that catches ValueError around a call sees every invalid argument.
     """

@@ -8,6 +8,7 @@ Pennyweight's own: the unsigned floats without zero, for second moments (docs/op
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,6 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .arguments import did_you_mean, hint, show
+from .errors import ArgumentTypeError
 
 _BY_NAME: dict[str, Format] = {}
 
@@ -149,12 +153,21 @@ def _encode_e8m0(x: Tensor) -> Tensor:
     return torch.where(x > 0, code + up, 0).clamp(0, 254).to(torch.uint8)
 
 
+_COMMON = re.compile(r"u?int\d|e\dm\d|nf4|ternary")  # suggested for a wrong name
+
+
 def get_format(name: str) -> Format:
-    """The format with that name. Raises ValueError listing the known formats."""
+    """The format with that name. Raises ValueError with similar names, ArgumentTypeError for something else."""
     try:
         return _BY_NAME[name]
-    except KeyError:
-        raise ValueError(f"unknown number format {name!r}; known: {', '.join(sorted(_BY_NAME))}") from None
+    except (KeyError, TypeError):
+        families = "known are int1 to int8, uint1 to uint8, e4m3, e5m2, e3m2, e2m3, e2m1, nf4, ternary and others"
+        if isinstance(name, str):
+            guess = did_you_mean(name, filter(_COMMON.fullmatch, _BY_NAME))
+            raise ValueError(f"unknown number format {name!r}{guess}; {families}") from None
+        bits = isinstance(name, int) and not isinstance(name, bool) and f"int{name}" in _BY_NAME
+        guess = hint([f"int{name}", f"uint{name}"]) if bits else ""
+        raise ArgumentTypeError(f"a number format is given by its name, got {show(name)}{guess}; {families}") from None
 
 
 def all_formats() -> list[Format]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import blocks
+from .arguments import did_you_mean
 from .numerics import Parts
 from .packing import pack_bits, unpack_bits
 from .spec import SPECS, QuantSpec
@@ -53,7 +54,7 @@ def register_layout(layout: Layout) -> Layout:
 def get_layout(name: str) -> Layout:
     """The layout with that name. Raises ValueError listing the known layouts."""
     if name not in LAYOUTS:
-        raise ValueError(f"unknown layout {name!r}; known: {', '.join(LAYOUTS)}")
+        raise ValueError(f"unknown layout {name!r}{did_you_mean(name, LAYOUTS)}; known: {', '.join(LAYOUTS)}")
     return LAYOUTS[name]
 
 

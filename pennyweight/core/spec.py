@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from . import blocks
+from .arguments import check_choice, show
+from .errors import ArgumentTypeError
 from .formats import (
     DYNAMIC8,
     E2M1,
@@ -72,12 +74,18 @@ class QuantSpec:
     layout: str = "plain"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.format, Format):
+            raise ArgumentTypeError(
+                f"QuantSpec: format must be a Format such as pw.get_format('int4'), got {show(self.format)}"
+            )
         object.__setattr__(self, "block", blocks.normalize(self.block))
         object.__setattr__(self, "zero_point", self._zero_point())
         for name in ("scale", "offset"):
             value = getattr(self, name)
             if not (value is None or isinstance(value, QuantSpec) or value in _DTYPE_NAMES):
-                raise ValueError(f"QuantSpec.{name} must be a float dtype or a QuantSpec, got {value!r}")
+                raise ValueError(
+                    f"QuantSpec.{name} must be a float dtype such as torch.float16, or a QuantSpec, got {show(value)}"
+                )
         if self.scale is None and (self.zero_point or self.offset is not None):
             raise ValueError("QuantSpec without a scale cannot have zero_point or offset; give scale a dtype")
         if self.zero_point and self.format.kind != "int":
@@ -272,8 +280,12 @@ class ActivationSpec:
     eps: float | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in ("dynamic", "static"):
-            raise ValueError(f'ActivationSpec.mode must be "dynamic" or "static", got {self.mode!r}')
+        if not isinstance(self.spec, QuantSpec):
+            raise ArgumentTypeError(
+                f"ActivationSpec: spec must be a QuantSpec such as QuantSpec(pw.get_format('int8'), (-1,)), got "
+                f"{show(self.spec)}"
+            )
+        check_choice("ActivationSpec: mode", self.mode, ("dynamic", "static"))
         if isinstance(self.spec.zero_point, Format):  # packing a single number saves nothing
             if self.spec.zero_point is not self.spec.format:
                 raise ValueError(f"ActivationSpec: zero points must be in the range of the codes, got {self.spec}")

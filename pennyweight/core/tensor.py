@@ -27,7 +27,9 @@ import torch
 from torch import Tensor
 
 from . import blocks, codebook, quantize_backends
+from .arguments import show
 from .call_site import copied_for_training
+from .errors import ArgumentError, ArgumentTypeError
 from .layouts import READABLE, change_layout, get_layout, portable_layout, unpack_zero_point
 from .numerics import Parts, dequantize, is_permutation, permute_last_axis, quantize, sqnr
 from .packing import stream_shape
@@ -251,6 +253,11 @@ class AffineQuantizedTensor(Tensor):
 
     def error(self, reference: Tensor) -> float:
         """Signal-to-quantization-noise ratio against ``reference``, in dB."""
+        if not isinstance(reference, Tensor) or reference.shape != self.shape:
+            raise ArgumentError(
+                f"error: reference must be a tensor of shape {tuple(self.shape)}, that of this weight, got "
+                f"{show(reference)}"
+            )
         return sqnr(reference.detach(), self._dequantize(torch.float32))
 
     def requantize(self, spec: QuantSpec, rule: str | None = None) -> AffineQuantizedTensor:
@@ -258,6 +265,11 @@ class AffineQuantizedTensor(Tensor):
 
         ``perm`` is kept if the new spec has several blocks on the last stored axis, else it is dropped.
         """
+        if not isinstance(spec, QuantSpec):
+            raise ArgumentTypeError(
+                "requantize: spec must be a QuantSpec such as QuantSpec(pw.get_format('int4'), (32,)), got "
+                f"{show(spec)}; quantize_(model, config) takes short names"
+            )
         if spec.with_(layout="plain") == self.spec.with_(layout="plain"):
             return self.to_layout(spec.layout)
         shape = self.stored_shape

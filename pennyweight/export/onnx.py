@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.arguments import check_arguments
 from ..io.atomic_write import folder_lock, partial_path, rename_into_place, sync_folder
 from ..planning.report import Report, Row
 from . import codes_2d, onnx_patterns
@@ -50,6 +51,7 @@ class OnnxReport(Report):
         return {**super().to_dict(), **more}
 
 
+@check_arguments()
 def export_onnx(
     model: nn.Module,
     args: tuple[Any, ...],

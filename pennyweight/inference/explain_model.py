@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..core import fallback
+from ..core.arguments import show
+from ..core.errors import ArgumentTypeError
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels import table
 from ..kernels.table import Explanation, case_of, explain_case, op_of
@@ -77,6 +79,14 @@ def explain(x: Any, w: AffineQuantizedTensor | nn.Module, op: str = "") -> Expla
     >>> [verdict for kernel, rank, verdict in pw.explain(torch.float32, model[0].weight).rows].count("RUNS")
     1
     """
+    if isinstance(x, nn.Module) or not isinstance(x, (Tensor, torch.dtype)):
+        order = f", and w is {show(w)}; exchange them" if isinstance(x, nn.Module) else ""
+        raise ArgumentTypeError(
+            f"explain: x must be the input (a tensor), or its dtype such as torch.float32, got {show(x)}{order}"
+        )
+    if not isinstance(w, (nn.Module, AffineQuantizedTensor)):
+        remedy = "; quantize the model first: pw.quantize_(model, config)" if isinstance(w, Tensor) else ""
+        raise ArgumentTypeError(f"explain: w must be a quantized weight or a model, got {show(w)}{remedy}")
     if not isinstance(w, nn.Module):
         return table.explain(x, w, op)
     dtype = x if isinstance(x, torch.dtype) else x.dtype

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.arguments import check_arguments
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.linear import linear
 from ..kernels.table import case_of, select
@@ -81,6 +82,7 @@ def _blank(kind: type[nn.Linear]) -> FrozenLinear:
     return cls.__new__(cls)
 
 
+@check_arguments()
 def freeze_(model: nn.Module) -> Report:
     """Convert each linear layer with a quantized weight to a :class:`FrozenLinear`, in place. Returns a report.
 
@@ -137,6 +139,7 @@ def _scheme(w: AffineQuantizedTensor) -> tuple[str, str]:
     return text, describe(w.spec) + ("" if w.act is None else f"; {describe_activation(w.act)}")
 
 
+@check_arguments()
 def thaw_(model: nn.Module) -> Report:
     """Undo :func:`freeze_` and :func:`~pennyweight.fuse_`: each frozen layer and fused block gets its original class
     back. Returns a report."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.arguments import check_arguments
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.report import Report, Row
 from . import check_block as checks
@@ -76,6 +77,7 @@ class FusedBlock(FusedModule):
     recipe: Recipe
 
 
+@check_arguments()
 def fuse_(model: nn.Module, example: Any = None) -> Report:
     """Convert transformer blocks to :class:`FusedBlock`, convolution nets to :class:`FusedConvNet` and quantized linear
     layers to :class:`~pennyweight.FrozenLinear`, in place. Returns a report: a row for each block, fused or with the

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _modules
 
+from ..core.arguments import show
+from ..core.errors import ArgumentTypeError
 from ..core.tensor import AffineQuantizedTensor
 from ..core.tracing import in_memory
 from ..kernels.activation import autocast_dtype
@@ -37,6 +39,8 @@ def together(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
     whose quantized weights share a kernel that takes several weights (those with integer codes) and differ only in
     their number of rows.
     """
+    if not hasattr(layers, "__len__"):
+        raise ArgumentTypeError(f"together: layers must be a list of modules, got {show(layers)}; write [layer, ...]")
     ys = _in_one_call(x, layers)
     return [layer(x) for layer in layers] if ys is None else ys
 

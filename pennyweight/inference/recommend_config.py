@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..algorithms.solve import solve
-from ..planning.config_resolution import Filter, PlanError, rules
+from ..core.arguments import check_arguments, check_number
+from ..planning.config_resolution import Filter, PlanError, read_candidates, rules
 from ..planning.configs import AOBaseConfig, FqnToConfig
-from ..planning.configs.aliases import FASTEST, named
+from ..planning.configs.aliases import FASTEST
 from ..planning.layer_timing import COUNTS, calls_of_weight, layer_calls, least_seconds, measure_, wait_for
 from ..planning.module_handlers import HANDLERS
 from ..planning.plan import plan
@@ -38,6 +39,7 @@ TRIES = 3  # repeated timings of one candidate on a busy machine
 Choices = dict[str, tuple[AOBaseConfig, float | None]]  # by parameter: config, and speed relative to float if measured
 
 
+@check_arguments()
 def recommend(
     model: nn.Module,
     example_inputs: Any,
@@ -74,11 +76,11 @@ def recommend(
     >>> best.config is None or pw.plan(model, best.config) is not None  # None: float is the fastest here
     True
     """
-    if any(bound is not None and not bound > 0 for bound in (max_bytes, max_error)):
-        raise ValueError(f"max_bytes and max_error must be positive, got {max_bytes} and {max_error}")
-    configs = [named(c) for c in (FASTEST if candidates is None else candidates)]
-    if not all(isinstance(c, AOBaseConfig) for c in configs):
-        raise ValueError(f"candidates are configs such as Int8WeightOnlyConfig(), got {configs!r}")
+    for name, bound in (("max_bytes", max_bytes), ("max_error", max_error)):
+        if bound is not None:
+            check_number(name, bound, positive=True)
+    check_number("seconds", seconds, positive=True)
+    configs = read_candidates(candidates, FASTEST)
     with torch.inference_mode(False), torch.no_grad():
         trial = _Trial(model, example_inputs, max_bytes, max_error, seconds, fuse, filter_fn)
         found = [trial.floating(), *(trial.run(config) for config in configs)]

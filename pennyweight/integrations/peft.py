@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.arguments import check_arguments
 from ..core.numerics import sqnr
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.configs import AOBaseConfig
@@ -22,6 +23,7 @@ from ..planning.report import Report, Row
 from ..quantize.pipeline import quantize_
 
 
+@check_arguments()
 def merge_and_report(
     model: Any, adapter_names: list[str] | None = None, config: AOBaseConfig | None = None
 ) -> tuple[Any, Report]:

@@ -19,6 +19,8 @@ from transformers import PreTrainedConfig
 from transformers.utils import PushToHubMixin
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..core.arguments import check_arguments, check_names, check_nothing, did_you_mean, show
+from ..core.errors import ArgumentTypeError
 from ..core.tensor import AffineQuantizedTensor
 from ..io.atomic_write import write_bytes
 from ..io.config_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY, quantization_config
@@ -29,6 +31,7 @@ from ..io.model_card import CARD, MAX_CARD_BYTES, is_generated
 from ..io.output_formats import FORMATS
 from ..io.state_dict import slots_of
 from ..io.strict_json import read_bytes
+from ..planning.config_resolution import not_a_config
 from ..planning.configs import AOBaseConfig
 from ..planning.configs.aliases import algorithm_of, by_name
 from ..planning.configs.files import is_config_file, read_config
@@ -65,11 +68,17 @@ class PennyweightConfig(QuantizationConfigMixin):
         group_size: int | None = None,
         skip: Sequence[str] = (),
         save_as: str = METHOD,
-        quant_method: str = METHOD,
+        quant_method: str = "",
         version: int = VERSION,
         **unknown: Any,
     ) -> None:
-        if quant_method != METHOD:
+        if unknown and not quant_method:  # which config.json always has
+            known = ("config", "group_size", "skip", "modules_to_not_convert", "on_indivisible", "save_as")
+            name = min(unknown)
+            raise TypeError(
+                f"PennyweightConfig has no argument {name!r}{did_you_mean(name, known, 1)}; it takes {', '.join(known)}"
+            )
+        if quant_method not in ("", METHOD):
             raise ValueError(
                 f"quant_method is {quant_method!r}, not {METHOD!r}: another library's files. If they are supported, "
                 "pennyweight.integrations.transformers.load_pretrained(AutoModelForCausalLM, folder) loads them"
@@ -79,15 +88,21 @@ class PennyweightConfig(QuantizationConfigMixin):
         if unknown:
             raise ValueError(f"quantization_config has {sorted(unknown)}, which this release does not know; upgrade it")
         if on_indivisible not in ON_INDIVISIBLE:
-            raise ValueError(f"on_indivisible must be one of {ON_INDIVISIBLE}, got {on_indivisible!r}")
+            guess = did_you_mean(on_indivisible, ON_INDIVISIBLE, 1)
+            known = ", ".join(ON_INDIVISIBLE)
+            raise ValueError(f"on_indivisible must be one of {known}, got {on_indivisible!r}{guess}")
         if save_as not in (METHOD, *FORMATS):
-            raise ValueError(f"save_as must be one of {(METHOD, *FORMATS)}, got {save_as!r}")
-        if isinstance(modules_to_not_convert, str) or not all(isinstance(n, str) for n in modules_to_not_convert or ()):
-            raise ValueError(f"modules_to_not_convert must be a list of names, got {modules_to_not_convert!r}")
-        if isinstance(skip, str) or not all(isinstance(n, str) for n in skip):
-            raise ValueError(f"skip must be a list of names, got {skip!r}")
+            guess = did_you_mean(save_as, (METHOD, *FORMATS), 1)
+            raise ValueError(f"save_as must be one of {', '.join((METHOD, *FORMATS))}, got {save_as!r}{guess}")
+        if modules_to_not_convert is not None:
+            check_names("modules_to_not_convert", modules_to_not_convert)
+        check_names("skip", skip)
         if group_size is not None and not isinstance(config, str):
-            raise ValueError('group_size needs a config given by its short name, such as "int4"; set it in the config')
+            where = f", got config={show(config)}; set the group size in it" if config is not None else ""
+            raise ValueError(
+                'group_size needs a config given by its short name, such as PennyweightConfig("int4", group_size=64)'
+                + where
+            )
         if isinstance(config, str):
             if algorithm_of(config):
                 raise ValueError(
@@ -98,9 +113,7 @@ class PennyweightConfig(QuantizationConfigMixin):
         elif isinstance(config, dict):
             config = config_from_data(config)
         elif config is not None and not isinstance(config, AOBaseConfig):
-            raise ValueError(
-                f'config must be one such as Int8WeightOnlyConfig(), or a name such as "int8"; got {config!r}'
-            )
+            raise ArgumentTypeError(not_a_config("config", config))
         self.quant_method = METHOD
         self.config = config
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
@@ -192,6 +205,7 @@ _write_cards_of_uploads()
 # -- any folder that pw.load reads -------------------------------------------------------------------------------------
 
 
+@check_arguments(dtype=check_nothing)
 def load_pretrained(
     model_class: Any,
     folder: str | os.PathLike[str],
@@ -222,6 +236,10 @@ def load_pretrained(
     config.name_or_path = folder
     if dtype is not None:
         kwargs["dtype"] = dtype
+    if not hasattr(model_class, "from_config") and not hasattr(model_class, "_from_config"):
+        raise ArgumentTypeError(
+            f"model_class must be a class of transformers such as AutoModelForCausalLM, got {show(model_class)}"
+        )
     make = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
     with _parameters_on_meta():
         model = make(config, **kwargs)

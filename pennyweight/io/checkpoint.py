@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from .file import CheckpointError, checkpoint_errors
+from .file import CheckpointError, checkpoint_errors, no_such_path
 from .manifest import KEY, Manifest, check_parts, read, stored_parts
 from .safetensors_file import Entry, File, check_name
 from .strict_json import read_json, resolve_inside
@@ -118,20 +118,29 @@ def _state(path: str) -> list[Any]:
     return out
 
 
+def _contents(folder: str) -> str:
+    """What a folder without weights contains, with the remedy."""
+    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    weights = [name for name in names if name.endswith((".safetensors", ".gguf", ".bin", ".pt", ".pth"))]
+    if weights:
+        return f"pass the path of a file, such as {os.path.join(folder, weights[0])}"
+    some = f"only {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}" if names else "nothing"
+    return f"it has {some}: pass the folder or the file with the weights"
+
+
 def open_once(path: str, mmap: bool) -> Checkpoint:
     """:func:`open_checkpoint` without retries."""
     try:
         real = os.path.realpath(path, strict=True)
         is_dir = os.path.isdir(real)
     except (OSError, ValueError) as e:
-        raise CheckpointError(path, None, f"cannot be opened: {getattr(e, 'strerror', None) or e}") from e
+        missing = no_such_path(path) if isinstance(e, FileNotFoundError) else ""
+        raise CheckpointError(path, None, f"cannot be opened: {getattr(e, 'strerror', None) or e}{missing}") from e
     if is_dir:
         index = os.path.join(real, INDEX)
         if not os.path.lexists(index):
             if not os.path.lexists(os.path.join(real, SINGLE)):
-                raise CheckpointError(
-                    path, None, f"contains neither {SINGLE} nor {INDEX}; pass the path of a file instead"
-                )
+                raise CheckpointError(path, None, f"contains neither {SINGLE} nor {INDEX}; {_contents(real)}")
             return _open(path, [resolve_inside(real, SINGLE)], mmap)
         return _open_index(path, real, resolve_inside(real, INDEX), mmap)
     if path.endswith(".index.json"):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..core.arguments import check_arguments, did_you_mean
 from ..core.spec import DTYPES
 from ..planning.engines import GGUF, ONNX, Refuses, check_fused, engine_of, refusal, verdict
 from ..planning.report import ALGORITHM, Report, Row
@@ -40,6 +41,7 @@ def formats() -> tuple[str, ...]:
     return ("pennyweight", "float", "gguf", *(codec.name for codec in CODECS if codec.writing is not None))
 
 
+@check_arguments()
 def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
@@ -95,7 +97,8 @@ def convert(
     if for_ is not None and engine_of(for_).formats == (GGUF,) and to == "pennyweight":
         to = "gguf"
     if to not in formats():
-        raise ValueError(f"cannot write {to!r}; writable formats: {', '.join(formats())}")
+        guess = did_you_mean(to, formats())
+        raise ValueError(f"to={to!r}: cannot write this format{guess}; writable formats: {', '.join(formats())}")
     if dtype is not None and (to != "float" or dtype not in DTYPES.values()):
         raise ValueError(f"dtype={dtype} is only valid with to='float'; must be one of {', '.join(DTYPES)}")
     if gguf_type is not None and to != "gguf":

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.arguments import check_arguments
 from .checkpoint import INDEX, SINGLE, Checkpoint, open_once, retry_while_replaced
 from .codecs import CODECS
 from .config_files import METHOD, folder_of, read_config, read_side_json
@@ -39,6 +40,7 @@ class ExternalReader:
 EXTERNAL_READERS: list[ExternalReader] = []  # filled by the package's __init__ when this module is imported
 
 
+@check_arguments()
 def open(path: str | os.PathLike[str], *, allow_pickle: bool = False, mmap: bool = True) -> Opened:
     """Open a checkpoint of any supported format: a folder, a file, or an index. Reads headers only.
 

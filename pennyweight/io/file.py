@@ -17,6 +17,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ..core.arguments import close_names, hint
+
 
 class CheckpointError(ValueError):
     """A checkpoint is invalid or cannot be written. Nothing is loaded or written in part.
@@ -36,6 +38,26 @@ class CheckpointError(ValueError):
         name = None if self.tensor is None else self.tensor if self.tensor.isprintable() else ascii(self.tensor)
         name = name if name is None or len(name) <= 200 else f"{name[:200]}..."
         return ": ".join(part for part in (self.path or "checkpoint", name, self.reason) if part)
+
+
+def no_such_path(path: str) -> str:
+    """What to do about a path that does not exist: a similar name next to it, or how to read a Hub repository."""
+    if close := similar_path(path):
+        return hint([close])
+    folder = os.path.dirname(path)
+    if path.count("/") == 1 and folder not in ("", ".", "..", "~") and not os.path.isdir(folder):
+        return f"; a repository of the Hugging Face Hub is downloaded by pennyweight.io.local_path({path!r})"
+    return f"; the current folder is {os.getcwd()}" if not os.path.isabs(path) else ""
+
+
+def similar_path(path: str) -> str:
+    """The path of a file or folder with a similar name, in the parent folder or in the current one; "" if none is."""
+    parent, name = os.path.split(path)
+    for folder in (parent, ""):
+        names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+        if close := close_names(name, names, 1, 0.75):
+            return os.path.join(folder or ".", close[0])
+    return ""
 
 
 class KeyedError(ValueError):

@@ -6,7 +6,6 @@ HF_HUB_OFFLINE.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -14,6 +13,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from .. import __version__
+from ..core.arguments import check_arguments, hint, show
+from ..core.errors import ArgumentTypeError
 from ..core.formats import all_formats
 from ..planning.report import Report
 from .atomic_write import is_staging
@@ -21,7 +22,7 @@ from .checkpoint import INDEX, SINGLE
 from .codecs import CODECS
 from .config_files import ENDINGS, METHOD, NAMES, folder_of
 from .detect_format import PICKLES, open
-from .file import CheckpointError
+from .file import CheckpointError, similar_path
 from .lazy_checkpoint import Opened
 from .model_card import CARD, MAX_CARD_BYTES, fill_in_repository, is_generated, model_card
 from .replace_checkpoint import is_ours, is_partial_name
@@ -45,7 +46,7 @@ def _library(purpose: str) -> Any:
         import huggingface_hub
         import huggingface_hub.utils  # the package does not import it by itself
     except ImportError:
-        raise HubError(f"{purpose} needs huggingface_hub: pip install pennyweight[hub]") from None
+        raise HubError(f"{purpose} needs huggingface_hub: pip install 'pennyweight[hub]'") from None
     return huggingface_hub
 
 
@@ -192,19 +193,15 @@ def _why_not_read(name: str, error: BaseException) -> str:
 
 
 def _close_to(repo: str) -> str:
-    """ " (did you mean ./name?)", for a similar name in the parent folder or in this one."""
-    parent, name = os.path.split(repo)
-    for folder in (parent, ""):
-        names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-        close = difflib.get_close_matches(name, names, 1, 0.75)
-        if close:
-            return f" (did you mean {os.path.join(folder or '.', close[0])}?)"
-    return ""
+    """ " (did you mean './name'?)", for a similar name in the parent folder or in this one."""
+    close = similar_path(repo)
+    return hint([close]) if close else ""
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
+@check_arguments()
 def push_to_hub(
     folder: str | os.PathLike[str],
     repo_id: str,
@@ -230,6 +227,8 @@ def push_to_hub(
     One commit adds all files and removes the weights that it replaces, so a reader sees the old checkpoint or the new
     one. Raises HubError with a remedy: an incomplete folder (nothing is sent), no token, no permission, no network.
     """
+    if not isinstance(repo_id, str):
+        raise ArgumentTypeError(f'repo_id must be a name such as "org/name", got {show(repo_id)}')
     folder = os.fspath(folder)
     hub = _library("push_to_hub")
     failed = f"{folder} was not uploaded to {repo_id}"

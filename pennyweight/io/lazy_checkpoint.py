@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..core.arguments import did_you_mean
 from ..planning.report import ALGORITHM
 from .checkpoint import Checkpoint
 from .codecs import CODECS, Codec, Found
@@ -74,7 +75,10 @@ class Opened(Mapping[str, Tensor]):
     config: Mapping[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.held[self.aliases.get(name, name)].read()
+        stored = self.held.get(self.aliases.get(name, name))
+        if stored is None:
+            raise KeyError(f"{self.path} has no tensor {name!r}{did_you_mean(name, self)}")
+        return stored.read()
 
     def __iter__(self) -> Iterator[str]:
         yield from self.held

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.arguments import check_arguments
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.repack import prepare
 from ..planning.report import ALGORITHM
@@ -20,6 +21,7 @@ from .safetensors_file import Entry
 from .state_dict import Slot, meta_buffers, slots_of
 
 
+@check_arguments()
 def load(
     path: str | os.PathLike[str],
     model: nn.Module | None = None,
@@ -112,7 +114,10 @@ def _some(names: list[str]) -> str:
 def _unfit(mine: Tensor, held: Meta | Entry) -> str | None:
     """Why a stored tensor cannot replace ``mine``; None if it can."""
     if tuple(mine.shape) != held.shape:
-        return f"the model has shape {list(mine.shape)}, the checkpoint {list(held.shape)}"
+        return (
+            f"the model has shape {list(mine.shape)}, the checkpoint {list(held.shape)}; create the model with the "
+            "sizes with which it was saved"
+        )
     kind = (mine.dtype.is_floating_point, mine.dtype.is_complex)
     if kind != (held.dtype.is_floating_point, held.dtype.is_complex) or (not any(kind) and mine.dtype != held.dtype):
         return f"the model has {mine.dtype}, the checkpoint {held.dtype}"

@@ -5,6 +5,7 @@ Uses config.json where transformers knows the architecture, otherwise the names 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from ..core.spec import DTYPES
 from .checkpoint import Checkpoint, open_checkpoint
 from .config_files import read_config
-from .file import CheckpointError
+from .file import CheckpointError, no_such_path
 from .safetensors_file import Entry
 from .state_dict import slots_of
 
@@ -53,6 +54,8 @@ def fresh_model(folder: str) -> nn.Module:
     Buffers that no checkpoint contains keep their values; one that this checkpoint contains, as with older releases of
     transformers, becomes persistent. Raises CheckpointError if transformers cannot build it.
     """
+    if not os.path.lexists(folder):
+        raise CheckpointError(folder, None, f"there is no such file or folder{no_such_path(folder)}")
     built = _built(folder, "cpu")
     if isinstance(built, str):
         raise CheckpointError(folder, None, f"{built}; the layers of the model cannot be determined")

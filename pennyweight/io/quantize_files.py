@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from ..core.arguments import check_arguments
 from ..core.spec import DTYPES
 from ..planning.config_resolution import Filter, PlanError, Skip, resolve_arguments
 from ..planning.configs import AOBaseConfig
@@ -32,6 +33,7 @@ class PlannedTensor:
     job: Job
 
 
+@check_arguments()
 def quantize_checkpoint(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

@@ -89,6 +89,9 @@ def check_name(name: str) -> None:
             raise ValueError(f"name part {part!r} is reserved")
 
 
+_READ = "; pass a .safetensors or .gguf file, or the folder of a model"
+
+
 class File(RawFile):
     """An open safetensors file with a validated header. Raises only CheckpointError on an invalid one.
 
@@ -101,11 +104,13 @@ class File(RawFile):
 
     def _read_header(self) -> None:
         if self.size < 8:
-            raise CheckpointError(self.path, None, f"{self.size} bytes; a safetensors file has at least 8")
+            raise CheckpointError(self.path, None, f"{self.size} bytes; a safetensors file has at least 8{_READ}")
         length = int.from_bytes(self._read_at(0, 8), "little")
         if not 2 <= length <= self.size - 8:
+            start = self._read_at(0, 8)
+            begin = f"it begins with {start!r}" if start.isascii() and start.strip() else f"header of {length} bytes"
             raise CheckpointError(
-                self.path, None, f"header of {length} bytes in a file of {self.size}: not a safetensors file"
+                self.path, None, f"{begin} in a file of {self.size} bytes: not a safetensors file{_READ}"
             )
         if length > MAX_HEADER_BYTES:
             raise CheckpointError(self.path, None, f"header of {length} bytes; the maximum is {MAX_HEADER_BYTES}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..core.arguments import check_arguments, check_storable
 from ..planning.report import ALGORITHM
 from .atomic_write import make_folders, partial_path, remove_left_over, rename_into_place, write_bytes
 from .config_files import marked_config
@@ -19,6 +20,7 @@ from .state_dict import Item, items, metadata_of, slots_of
 MAX_SHARD_BYTES = 4 * 1000**3  # 4 GB: below the limits of FAT and most upload tools
 
 
+@check_arguments(model=check_storable)
 def save(
     model: nn.Module | Mapping[str, Any],
     path: str | os.PathLike[str],
@@ -52,6 +54,8 @@ def save(
     state_dict = _state_dict(model) if isinstance(model, nn.Module) else model
     metadata = {**algorithm_of(model), **(metadata or {})}
     path = os.path.abspath(os.fspath(path))
+    if os.path.isfile(path) and not path.endswith(".safetensors"):
+        raise CheckpointError(path, None, "is a file; pass a folder, or a name that ends in .safetensors")
     try:
         some = items(state_dict)
         if path.endswith(".safetensors"):

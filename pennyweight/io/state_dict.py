@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..core import blocks
+from ..core.arguments import check_mapping
 from ..core.layouts import pack_zero_point
 from ..core.numerics import Parts
 from ..core.packing import pack_bits
@@ -101,6 +102,7 @@ def items(state_dict: Mapping[str, Any]) -> list[Item]:
 
     Raises CheckpointError for a value that cannot be stored: not a tensor, on meta, of a foreign tensor class.
     """
+    check_mapping("state_dict", state_dict)
     first: dict[Any, str] = {}
     ties: dict[str, list[str]] = {}
     kept: dict[str, Tensor] = {}
@@ -157,6 +159,8 @@ def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
 
 def unflatten(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:
     """The state dict passed to :func:`flatten`; tied names share one tensor. Validates everything; CheckpointError."""
+    check_mapping("tensors", tensors)
+    check_mapping("metadata", metadata)
     with checkpoint_errors(None):
         manifest = read(metadata)
         check_parts(manifest, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..core.errors import ArgumentError
 from ..core.numerics import Parts, dequantize, fake_quantize, quantize
 from ..core.qparams import Params
 from ..core.spec import ActivationSpec
@@ -33,7 +34,7 @@ def quantize_activation(
 def static_params(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Params:
     """Stored per-tensor activation parameters, reshaped to the rank of x."""
     if scale is None:
-        raise RuntimeError("a static activation needs act_scale on the weight; calibrate, or pass it in the config")
+        raise ArgumentError("a static activation needs act_scale on the weight; calibrate, or pass it in the config")
     ones = (1,) * x.ndim
     return Params(scale.reshape(ones), None if zero_point is None else zero_point.reshape(ones))
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.call_site import in_layer
 from ..core.errors import ArgumentError
 from .cpu import library
 from .cpu.library import KINDS, U8
@@ -131,7 +132,11 @@ def dequantize(a: Any, parts: Sequence[Tensor | None], index: Tensor | None, out
         return
     status = native_function("pw_dequantize")(ctypes.addressof(a), *found, where, rows, target, threads)
     if status == 1:
-        raise IndexError(f"index out of range: a quantized table has rows 0 to {a.n - 1}")
+        assert index is not None
+        raise IndexError(
+            f"index out of range{in_layer()}: a quantized table has rows 0 to {a.n - 1}, got indices "
+            f"{int(index.min())} to {int(index.max())}"
+        )
     check_status(status, "dequantize")
 
 

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core import fallback
+from ..core.call_site import in_layer
 from ..core.errors import ArgumentError
 from ..core.tensor import FUNCTIONS, AffineQuantizedTensor, foreign, implements
 from ..core.tracing import in_memory, is_observed
@@ -98,7 +99,7 @@ def _wants_grad(x: Tensor, w: QT, bias: Tensor | None) -> bool:
 
 def _misfit(x: Tensor, w: QT) -> ArgumentError:
     return ArgumentError(
-        f"linear: input {tuple(x.shape)} does not fit the quantized weight {tuple(w.shape)} ({w.spec}); "
+        f"linear{in_layer()}: input {tuple(x.shape)} does not fit the quantized weight {tuple(w.shape)} ({w.spec}); "
         f"the last axis of the input must be {w.shape[-1]}"
     )
 
@@ -169,7 +170,8 @@ def _broadcast(x: Tensor, y: Tensor, w: QT, bias: Tensor) -> Tensor:
                 raise RuntimeError("a bias of more axes than the result")
         except RuntimeError as error:
             raise ArgumentError(
-                f"linear: bias {tuple(bias.shape)} does not fit the result {tuple(y.shape)}; expected ({w.shape[0]},)"
+                f"linear{in_layer()}: bias {tuple(bias.shape)} does not fit the result {tuple(y.shape)}; expected "
+                f"({w.shape[0]},)"
             ) from error
     bias = bias.to(y.dtype)
     n, fits = y.shape[-1], len(bias.shape) <= y.ndim

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.call_site import in_layer
 from ..core.errors import ArgumentError
 from ..core.import_hooks import after_import
 from ..core.numerics import Parts
@@ -76,8 +77,8 @@ def checked_kernel(
 def unreadable(x: Tensor, w: QT, bias: Tensor | None) -> ArgumentError:
     more = "" if bias is None else f", bias {tuple(bias.shape)} {bias.dtype} on {bias.device}"
     return ArgumentError(
-        f"linear: input {tuple(x.shape)} {x.dtype} on {x.device}{more} and the quantized weight {tuple(w.shape)} "
-        f"({w.spec}) on {w.device} do not fit; they must be on one device, with floating-point inputs"
+        f"linear{in_layer()}: input {tuple(x.shape)} {x.dtype} on {x.device}{more} and the quantized weight "
+        f"{tuple(w.shape)} ({w.spec}) on {w.device} do not fit; they must be on one device, with floating-point inputs"
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core import fallback
+from ..core.call_site import in_layer
 from ..core.errors import ArgumentError
 from ..core.numerics import permute_last_axis, unpermute_last_axis
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
@@ -49,7 +50,7 @@ def _misfit(op: str, a: Any, b: Any, due: str) -> ArgumentError:
         kind = f"quantized {t.spec}" if isinstance(t, QT) else str(t.dtype)
         return f"{list(t.shape)} ({kind}, {t.device.type})"
 
-    return ArgumentError(f"{op}: {text(a)} and {text(b)} do not fit: {due}")
+    return ArgumentError(f"{op}{in_layer()}: {text(a)} and {text(b)} do not fit: {due}")
 
 
 def _check(op: str, a: Any, b: Any, ndim: int) -> None:
@@ -244,6 +245,9 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Any:
     transposed = rest[3]
     if x.device != w.device or not x.is_floating_point():
         raise _misfit("convolution", x, w, "both must be floating point on one device")
+    channels = w.shape[0] if transposed else w.shape[1] * rest[5]
+    if x.shape[1] != channels:
+        raise _misfit("convolution", x, w, f"the input [N, channels, ...] must have {channels} channels")
     if not isinstance(w, QT) or isinstance(x, QT) or isinstance(bias, QT) or w.axes is not None:
         return _plain(func, args, kwargs)
     op = "transposed_convolution" if transposed else "convolution"

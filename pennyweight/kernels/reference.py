@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import fallback
+from ..core.call_site import in_layer
+from ..core.errors import ArgumentError
 from ..core.tensor import AffineQuantizedTensor
 from .activation import quantize_activation
 from .table import Case, Kernel, register_kernel
@@ -21,6 +23,11 @@ def _any(case: Case) -> bool | str:
 def linear(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
     """y = quantize(x) @ dequantize(w).T + bias. x: [.., K], w: [N, K], in x's dtype."""
     fallback.count("linear/dequantize")
+    if bias is not None and bias.dtype != x.dtype:  # of F.linear too, whose message names neither
+        raise ArgumentError(
+            f"linear{in_layer()}: input {tuple(x.shape)} is {x.dtype} and the bias {bias.dtype}; convert the input "
+            f"with x.to({bias.dtype}), or the model with model.to({x.dtype})"
+        )
     x = quantize_activation(x, w.act, w.act_scale, w.act_zero_point)
     return F.linear(x, w._dequantize(x.dtype), bias)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core import blocks
+from ..core.arguments import did_you_mean
 from ..core.errors import ArgumentError
 from ..core.spec import ActivationSpec, QuantSpec
 from ..core.tensor import AffineQuantizedTensor
@@ -234,7 +235,7 @@ def explain(x: Any, w: AffineQuantizedTensor, op: str = "") -> Explanation:
     case = case_of(w, x if isinstance(x, torch.dtype) else x.dtype)
     op = op or op_of(w.spec, case.shape)
     if op not in _TABLE:
-        raise ValueError(f"no kernels for op {op!r}; known: {', '.join(_TABLE)}")
+        raise ValueError(f"no kernels for op {op!r}{did_you_mean(op, _TABLE)}; known: {', '.join(_TABLE)}")
     return explain_case(op, case)
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core import stochastic_rounding
+from ..core.arguments import check_number, did_you_mean, hint, show
+from ..core.errors import ArgumentTypeError
 from ..core.ops.inplace import stochastic_writes
 from ..core.ops.inplace import write_ as requantize_
 from ..core.tensor import AffineQuantizedTensor
@@ -64,19 +67,31 @@ class Memory:
         return "\n".join(lines)
 
 
+_OPTIONS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "block_size", "bf16_stochastic_round", "maximize", "seed")
+
+
 def check_ways(name: str, ways: Mapping[str, Any]) -> None:
     """Check the implementation arguments of torch.optim's optimizers. ``foreach`` and ``fused`` are accepted and have
     no effect: all CPU parameters are updated in one native call, which is both. Raises ValueError for ``capturable``
     and ``differentiable``, TypeError for an argument that torch.optim does not have either."""
     for key, value in ways.items():
         if key not in ("foreach", "fused", "capturable", "differentiable"):
-            raise TypeError(f"{name} has no argument {key!r}; see docs/optimizers.md for its arguments")
+            alias = {"learning_rate": "lr", "momentum": "betas", "beta1": "betas", "decay": "weight_decay"}
+            guess = hint([alias[key]]) if key in alias else did_you_mean(key, _OPTIONS, 1)
+            raise TypeError(f"{name} has no argument {key!r}{guess}; see docs/optimizers.md for its arguments")
         if value is not None and type(value) is not bool:
             raise TypeError(f"{name}: {key} must be True, False or None, got {value!r}")
         if value and key == "capturable":
             raise ValueError(f"{name}: capturable=True is not supported: CUDA graphs cannot capture the step")
         if value and key == "differentiable":
             raise ValueError(f"{name}: differentiable=True is not supported: quantized states have no gradient")
+
+
+_NUMBERS = ("lr", "weight_decay", "eps", "momentum", "dampening")
+
+
+def _is_share(beta: Any) -> bool:
+    return isinstance(beta, (Real, Tensor)) and 0 <= float(beta) < 1
 
 
 class LowBitOptimizer(torch.optim.Optimizer):
@@ -99,6 +114,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
     RULE: ClassVar[tuple[Rule, int]]
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        if isinstance(params, (nn.Module, str, Mapping)):
+            given = f"{show(params)}; write {type(self).__name__}(model.parameters())"
+            raise ArgumentTypeError(f"params must be the parameters of a model, got {given}")
         self._jobs: dict[Tensor, tuple[Any, ...]] = {}
         self._slow: dict[str, int] = {}
         super().__init__(params, defaults)
@@ -129,6 +147,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
             raise
 
     def _check(self, group: dict[str, Any]) -> None:
+        for option, value in group.items():
+            if option in _NUMBERS and not isinstance(value, Tensor):
+                check_number(option, value)
         if not float(group["lr"]) >= 0:
             raise ValueError(f"lr must not be negative, got {group['lr']}")
         if not group["weight_decay"] >= 0:
@@ -136,8 +157,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
         size = group["block_size"]
         if type(size) is not int or size < 16 or size % 2:
             raise ValueError(f"block_size (elements per scale) must be an even number of at least 16, got {size!r}")
-        if "betas" in group and (len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"])):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {group['betas']}")
+        betas = group.get("betas", (0, 0))
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_is_share(beta) for beta in betas):
+            raise ValueError(f"betas must be two numbers in [0, 1) such as (0.9, 0.999), got {show(betas)}")
         self.check(group)
         for i, p in enumerate(group["params"]):
             if isinstance(p, QT) and not p.requires_grad:
@@ -282,6 +304,10 @@ class LowBitOptimizer(torch.optim.Optimizer):
         also those of torch.optim's optimizer of the same name. Raises ValueError if the shape of a state differs from
         its parameter, or if its name is not a state of this optimizer."""
         taken: dict[str, Any] = {}
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+            raise ValueError(
+                f"state_dict must be that of an optimizer, with 'state' and 'param_groups', got {show(state_dict)}"
+            )
 
         def take(optimizer: Any, data: dict[str, Any]) -> dict[str, Any]:
             taken.update(data["state"])

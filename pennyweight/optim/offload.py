@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.arguments import show
+from ..core.errors import ArgumentTypeError
+
 
 class CPUOffloadOptimizer(torch.optim.Optimizer):
     """``optimizer_class`` on copies of the parameters in host memory, so that its states take no GPU memory.
@@ -27,6 +30,10 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         if optimizer_class is torch.optim.AdamW and not {"fused", "foreach"} & kwargs.keys():
             kwargs["fused"] = True
+        if not callable(optimizer_class):
+            raise ArgumentTypeError(
+                f"optimizer_class must be a class such as torch.optim.AdamW, got {show(optimizer_class)}"
+            )
         groups = list(params)
         if not groups:
             raise ValueError("optimizer got an empty parameter list")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,12 +110,6 @@ CONFIGS = {
         {"weight_dtype": "int8", "granularity": 32, "scale_dtype": "float16"}, no_group=_GGUF,
     ),
 }  # fmt: skip
-
-
-def close_to(wrong: str, known: list[str]) -> str:
-    """ " (did you mean ...?)", or nothing."""
-    close = difflib.get_close_matches(wrong, known, n=3, cutoff=0.5)
-    return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
 def algorithm_of(config: Any) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import nn
 
+from ..core.arguments import check_skip, close_names, did_you_mean, hint, show
+from ..core.errors import ArgumentTypeError
 from .configs import AOBaseConfig, FqnToConfig
-from .configs.aliases import by_name
+from .configs.aliases import by_name, named
 from .configs.files import is_config_file, read_config
 from .name_patterns import NamePattern
 from .parameters import Place, is_linear, kind_of
@@ -43,15 +44,43 @@ Skip = Sequence[str] | Callable[[list[Place], Choice], str]
 
 def resolve_config(config: Any) -> AOBaseConfig:
     """A config object, from itself, its short name ("int4") or the path of its file ("mixed.yaml"). Raises PlanError
-    for anything else."""
+    for an unknown name, ArgumentTypeError for anything else."""
     if isinstance(config, str):
         try:
             return read_config(config) if is_config_file(config) else by_name(config)
         except ValueError as error:
             raise PlanError(str(error)) from error
     if not isinstance(config, AOBaseConfig):
-        raise PlanError(f'config must be one such as Int8WeightOnlyConfig(), or a name such as "int8"; got {config!r}')
+        raise ArgumentTypeError(not_a_config("config", config))
     return config
+
+
+def not_a_config(name: str, value: Any) -> str:
+    """The message for an argument that is not a config, with the remedy for what it is instead."""
+    if isinstance(value, type) and issubclass(value, AOBaseConfig):
+        remedy = f"; call the class: {value.__name__}()"
+    elif isinstance(value, Mapping):
+        remedy = "; for configs by layer name write FqnToConfig({...})"
+    else:
+        remedy = ""
+    return f'{name} must be one such as Int8WeightOnlyConfig(), or a name such as "int8"; got {show(value)}{remedy}'
+
+
+def read_candidates(candidates: Any, default: Sequence[AOBaseConfig]) -> list[AOBaseConfig]:
+    """The configs of an argument ``candidates``: a list of configs and short names, or None for the default."""
+    if candidates is None:
+        return list(default)
+    if isinstance(candidates, (str, AOBaseConfig)) or not isinstance(candidates, Iterable):
+        raise ArgumentTypeError(f"candidates must be a list of configs, got {show(candidates)}; write [config, ...]")
+    found = []
+    for i, one in enumerate(candidates):
+        config = named(one)
+        if not isinstance(config, AOBaseConfig):
+            raise ArgumentTypeError(not_a_config(f"candidates[{i}]", one))
+        found.append(config)
+    if not found:
+        raise PlanError("candidates is empty; pass at least one config, or leave it out")
+    return found
 
 
 def resolve_arguments(config: Any, skip: Skip, on_indivisible: str) -> tuple[AOBaseConfig, Skip, str]:
@@ -192,16 +221,14 @@ def skips(skip: Skip, places: list[Place]) -> Callable[[list[Place], Choice], st
     """
     if callable(skip):
         return skip
-    if isinstance(skip, str) or not all(isinstance(word, str) for word in skip):
-        raise PlanError(f"skip must be a list of names, got {skip!r}")
+    check_skip("skip", skip)
     found: dict[str, str] = {}
     prefixes = {p.name: _prefixes(p.name) for p in places}
     for word in skip:
         hits = [name for name, around in prefixes.items() if any(_skipped_by(word, known) for known in around)]
         if not hits:
-            close = difflib.get_close_matches(word, {a for around in prefixes.values() for a in around}, 3, 0.4)
-            hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
-            raise PlanError(f"skip={word!r} matches no module or parameter{hint}")
+            known = {a for around in prefixes.values() for a in around}
+            raise PlanError(f"skip={word!r} matches no module or parameter{_similar(word, known, 0.4)}")
         found |= {name: word for name in hits if name not in found}
     return lambda where, choice: next((f"skipped by {found[p.name]!r}" for p in where if p.name in found), "")
 
@@ -223,9 +250,15 @@ def _nothing(key: str, places: list[Place], modules: list[str]) -> str:
     if key in modules:
         return f"{key!r} is a container without a weight of its own; use {key + '.*'!r} to match its layers"
     known = {p.name for p in places} | {p.module_name for p in places if p.module_name}
-    close = _respelled(key, known) or difflib.get_close_matches(key, sorted(known), n=3, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
-    return f"{key!r} matches no module or parameter{hint}"
+    respelled = _respelled(key, known)
+    return f"{key!r} matches no module or parameter{hint(respelled) if respelled else _similar(key, known)}"
+
+
+def _similar(word: str, known: Collection[str], cutoff: float = 0.5) -> str:
+    """A suggestion of similar names; without one the first names, so that the reader sees what names look like."""
+    names = sorted(known)
+    listed = f"; the names are {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}"
+    return did_you_mean(word, names, 3, cutoff) or listed
 
 
 def _respelled(key: str, names: Collection[str]) -> list[str]:
@@ -233,7 +266,7 @@ def _respelled(key: str, names: Collection[str]) -> list[str]:
     if key.startswith("re:") or not _is_pattern(key):
         return []
     words = {word for name in names for word in name.split(".")}
-    close = {w: difflib.get_close_matches(w, words, 1, 0.6) for w in key.split(".") if not _is_pattern(w)}
+    close = {w: close_names(w, sorted(words), 1, 0.6) for w in key.split(".") if not _is_pattern(w)}
     fixed = ".".join(close[w][0] if w not in words and close.get(w) else w for w in key.split("."))
     return [fixed] if fixed != key and any(_matches(fixed, name) for name in names) else []
 

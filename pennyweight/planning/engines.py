@@ -8,12 +8,12 @@ by loading its file into the engine (tests/engines).
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..core import blocks
+from ..core.arguments import did_you_mean
 from ..core.spec import ActivationSpec, QuantSpec
 from .config_resolution import PlanError
 from .parameters import is_linear
@@ -243,8 +243,7 @@ def row_of(scheme: Scheme) -> SpecRow:
 def engine_of(name: str) -> Engine:
     """The engine of a name. Raises ValueError with the names that are valid."""
     if name not in ENGINES:
-        close = difflib.get_close_matches(str(name).lower(), ENGINES, 1, 0.4)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        hint = did_you_mean(name, ENGINES, 1, 0.4)
         raise ValueError(f"unknown engine {name!r}{hint}; known: {', '.join(ENGINES)}")
     return ENGINES[name]
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from ..core.arguments import CheckedFields, show
+from ..core.errors import ArgumentTypeError
+
 
 class MappingType(Enum):
     """How a range of floats maps to codes."""
@@ -15,7 +18,7 @@ class MappingType(Enum):
 
 
 @dataclass(frozen=True)
-class Granularity:
+class Granularity(CheckedFields):
     """Base of the granularities."""
 
 
@@ -49,12 +52,6 @@ class PerGroup(Granularity):
 
     group_size: int
 
-    def __post_init__(self) -> None:
-        if isinstance(self.group_size, bool) or not hasattr(type(self.group_size), "__index__"):
-            raise ValueError(f"PerGroup: group_size must be a number of elements such as 64, got {self.group_size!r}")
-        if self.group_size < 1:
-            raise ValueError(f"PerGroup: group_size must be positive, got {self.group_size}")
-
 
 @dataclass(frozen=True)
 class PerBlock(Granularity):
@@ -63,4 +60,9 @@ class PerBlock(Granularity):
     block_size: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "block_size", tuple(self.block_size))
+        sizes = self.block_size
+        if not isinstance(sizes, (tuple, list)) or not all(hasattr(type(n), "__index__") for n in sizes):
+            raise ArgumentTypeError(f"PerBlock: block_size must be a tuple such as (32, 32), got {show(sizes)}")
+        if any(n < 1 and n != -1 for n in sizes):
+            raise ValueError(f"PerBlock: each block_size is positive, or -1 for a whole axis, got {tuple(sizes)}")
+        object.__setattr__(self, "block_size", tuple(sizes))

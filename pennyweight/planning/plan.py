@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import blocks
+from ..core.arguments import check_arguments, did_you_mean
 from ..core.numerics import quantize
 from ..core.tensor import AffineQuantizedTensor, check_finite
 from ..distributed.dtensor import local_tensor
@@ -98,6 +99,7 @@ class Plan:
         return str(self.report())
 
 
+@check_arguments()
 def plan(
     model: nn.Module,
     config: AOBaseConfig | str,
@@ -126,9 +128,11 @@ def plan(
     >>> [row.name for row in planned.quantized], [row.name for row in planned.skipped][-2:]
     (['0.weight'], ['1.weight', '1.bias'])
     """
+    model = getattr(model, "_orig_mod", model)  # torch.compile wraps a module and puts its own prefix on names
     config, skip, on_indivisible = resolve_arguments(config, skip, on_indivisible)
     if on_indivisible not in ON_INDIVISIBLE:
-        raise PlanError(f"on_indivisible must be one of {ON_INDIVISIBLE}, got {on_indivisible!r}")
+        guess = did_you_mean(on_indivisible, ON_INDIVISIBLE, 1)
+        raise PlanError(f"on_indivisible must be one of {', '.join(ON_INDIVISIBLE)}, got {on_indivisible!r}{guess}")
     if device is not None and torch.device(device).type == "meta":
         raise PlanError("device='meta' would discard the weights; leave device out")
     fixed = [(name, module.plan_error) for name, module in model.named_modules() if hasattr(module, "plan_error")]

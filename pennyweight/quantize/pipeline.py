@@ -18,9 +18,11 @@ from ..algorithms.calibration.batches import Batches, read
 from ..algorithms.calibration.journal import Journal
 from ..algorithms.calibration.loop import CollectedStatistics, parse_bytes
 from ..algorithms.solve import Solved, solve, stages
+from ..core.arguments import check_arguments, check_folder, did_you_mean
+from ..core.errors import ArgumentTypeError
 from ..core.tensor import AffineQuantizedTensor
 from ..distributed.dtensor import distribute_like, is_dtensor, is_fully_sharded
-from ..planning.config_resolution import Filter, PlanError, Skip, resolve_arguments
+from ..planning.config_resolution import Filter, PlanError, Skip, not_a_config, resolve_arguments
 from ..planning.configs import AOBaseConfig
 from ..planning.configs.aliases import algorithm_of
 from ..planning.engines import check_plan
@@ -36,6 +38,7 @@ from .save_pretrained import settle_saving_
 ON_SLOWER = ("keep", "skip")
 
 
+@check_arguments()
 def quantize_(
     model: nn.Module,
     config: AOBaseConfig | str | Callable[[nn.Module], nn.Module],
@@ -107,6 +110,9 @@ def quantize_(
     >>> type(model[0].weight).__name__, tuple(model(torch.randn(3, 64)).shape)
     ('AffineQuantizedTensor', (3, 8))
     """
+    model = getattr(model, "_orig_mod", model)  # torch.compile wraps a module and puts its own prefix on names
+    if isinstance(config, (type, nn.Module)):
+        raise ArgumentTypeError(not_a_config("config", config))
     if not isinstance(config, (AOBaseConfig, str)) and callable(config):
         if calibration is not None or algorithm is not None:
             raise PlanError("an algorithm needs a config such as Int4WeightOnlyConfig(), not a function over modules")
@@ -167,9 +173,11 @@ class Pipeline:
     def run(self) -> Report:
         # Parameters created in inference mode cannot be used by autograd later.
         with torch.inference_mode(False), torch.no_grad():
+            for name in ("spill", "resume"):
+                check_folder(name, getattr(self.options, name), create=name == "resume")
             recipe = self._recipe()
             batches = _batches(self.options.calibration, recipe)
-            max_ram = None if self.options.max_ram is None else parse_bytes(self.options.max_ram)
+            max_ram = None if self.options.max_ram is None else parse_bytes(self.options.max_ram, "max_ram")
             todo = self.plan()
             readable = "" if self.options.for_ is None else check_plan(todo.rows, self.options.for_)
             if self.options.dry_run:
@@ -187,7 +195,8 @@ class Pipeline:
         o = self.options
         counts = row_counts(o.measure)
         if o.on_slower not in ON_SLOWER:
-            raise PlanError(f"on_slower must be one of {ON_SLOWER}, got {o.on_slower!r}")
+            guess = did_you_mean(o.on_slower, ON_SLOWER, 1)
+            raise PlanError(f"on_slower must be one of {', '.join(ON_SLOWER)}, got {o.on_slower!r}{guess}")
         if o.on_slower == "skip" and not counts:
             raise PlanError("on_slower='skip' needs measure=True, or numbers of rows such as measure=(1, 64)")
         todo = self._plan()
@@ -333,7 +342,10 @@ def _batches(calibration: Any, recipe: recipes.Recipe) -> Batches:
         return Batches()
     batches = read(calibration, together=recipe.needs_data)
     if not batches and recipe.needs_data:
-        raise PlanError(f"calibration has no batches; algorithm {recipe} needs calibration data")
+        raise PlanError(
+            f"calibration has no batches, and algorithm {recipe} needs calibration data; an iterator that was read "
+            "before is empty, so pass a list"
+        )
     return batches
 
 
@@ -388,6 +400,7 @@ def _move_rest(module: nn.Module, device: torch.device | str) -> None:
         module._buffers[name] = None if b is None else b.to(device)
 
 
+@check_arguments()
 def dequantize_(model: nn.Module) -> Report:
     """Dequantize every quantized parameter in place; ties are kept. Returns a report.
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.arguments import check_arguments, check_number, did_you_mean
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.run_batch import run_batch
 from .comparison import Comparison, Layer
@@ -25,6 +26,7 @@ HELD = 1 << 30
 Hook = Callable[..., None]
 
 
+@check_arguments()
 def compare(
     float_model: nn.Module,
     quantized: nn.Module,
@@ -64,9 +66,13 @@ def compare(
     ['0.weight', '2.weight']
     """
     if kind is not None and kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, or None to detect it, got {kind!r}")
+        guess = did_you_mean(kind, KINDS, 1)
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, or None to detect it, got {kind!r}{guess}")
     if pooling not in POOLINGS:
-        raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+        raise ValueError(
+            f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}{did_you_mean(pooling, POOLINGS)}"
+        )
+    check_number("temperature", temperature, positive=True)
     exact, found = unwrapped(float_model), unwrapped(quantized)
     both, unmatched = pairs(exact, found)
     probe = _Probe(both if layers else [])
@@ -96,12 +102,14 @@ def compare_weights(float_model: nn.Module, quantized: nn.Module) -> tuple[tuple
     return _Probe([]).layers(both), unmatched
 
 
+@check_arguments()
 def assert_kl(float_model: nn.Module, quantized: nn.Module, batches: Any, max_kl: float, **how: Any) -> None:
     """Raise AssertionError with the worst layers if the mean KL (nats) exceeds ``max_kl``. For tests.
 
     how: arguments of :func:`compare`. A tensor output counts as logits unless ``kind`` is given.
     """
     __tracebackhide__ = True  # pytest then shows the caller's line
+    check_number("max_kl", max_kl, 0)
     result = compare(float_model, quantized, batches, **{"otherwise": "logits", **how})
     bad = result.beyond(max_kl, None, None)
     if bad:

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.arguments import check_arguments, check_number, did_you_mean, show
+from ..core.errors import ArgumentTypeError
 from ..io.atomic_write import partial_path, rename_into_place
 from ..io.file import CheckpointError
 from ..io.safetensors_file import Entry, File, Writer, place
@@ -112,6 +114,7 @@ class Verification:
         return self
 
 
+@check_arguments()
 def golden(
     model: nn.Module,
     batches: Any,
@@ -132,12 +135,13 @@ def golden(
     Raises ValueError for inputs that are not tensors, or larger than 1 MiB in all.
     """
     if kind not in (None, *SLACK):
-        raise ValueError(f"kind must be one of {', '.join(SLACK)}, or None to detect it, got {kind!r}")
-    if k < 1 or rows < 1:
-        raise ValueError(f"k and rows must be positive, got {k} and {rows}")
+        guess = did_you_mean(kind, SLACK, 1)
+        raise ValueError(f"kind must be one of {', '.join(SLACK)}, or None to detect it, got {kind!r}{guess}")
+    for name, value in (("k", k), ("rows", rows)):
+        check_number(name, value, integer=True, positive=True)
     some = [_inputs(batch) for batch in batches_of(batches)]
     if not some:
-        raise ValueError("golden outputs need at least one batch")
+        raise ValueError("batches has no batch; golden outputs need at least one")
     nbytes = sum(t.nbytes for batch in some for t in (batch.values() if isinstance(batch, Mapping) else batch))
     if nbytes > MAX_INPUT_BYTES:
         raise ValueError(f"inputs of {nbytes:,} bytes; golden outputs allow a few prompts, {MAX_INPUT_BYTES:,} bytes")
@@ -167,6 +171,7 @@ def golden(
     return replace(made, bound=TIMES * verify(quantized, made).figure + SLACK[kind])
 
 
+@check_arguments()
 def verify(model: nn.Module, expected: Golden | str | os.PathLike[str], bound: float | None = None) -> Verification:
     """Run a model on golden inputs and compare its outputs.
 
@@ -176,6 +181,10 @@ def verify(model: nn.Module, expected: Golden | str | os.PathLike[str], bound: f
     The KL is over the k stored classes and one class for the rest. It is at most the full KL, and close to it if the
     rest has little mass. Raises ValueError if the model's outputs have another shape.
     """
+    if bound is not None:
+        check_number("bound", bound, positive=True)
+    if not isinstance(expected, (Golden, str, os.PathLike)):
+        raise ArgumentTypeError(f"expected must be what pw.golden returned, or its path, got {show(expected)}")
     expected = expected if isinstance(expected, Golden) else Golden.load(expected)
     model = unwrapped(model)
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))

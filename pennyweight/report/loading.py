@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.arguments import check_arguments
 from ..io import loading
 from ..io.config_files import folder_of, read_config, read_side_json
-from ..io.file import CheckpointError
+from ..io.file import CheckpointError, no_such_path
 from ..io.meta_model import fresh_model
 from .golden_outputs import FILE, Golden, Verification, golden, verify
 
 # -- pw.load -----------------------------------------------------------------------------------------------------------
 
 
+@check_arguments()
 def load(
     path: str | os.PathLike[str],
     model: nn.Module | None = None,
@@ -58,7 +60,10 @@ def load(
 
 def expected_beside(path: str | os.PathLike[str]) -> Golden:
     """The golden outputs in a checkpoint's folder. Raises CheckpointError with a remedy if there are none."""
-    folder = folder_of(os.fspath(path))
+    path = os.fspath(path)
+    if not os.path.lexists(path):
+        raise CheckpointError(path, None, f"there is no such file or folder{no_such_path(path)}")
+    folder = folder_of(path)
     if not os.path.isfile(os.path.join(folder, FILE)):
         raise CheckpointError(
             folder, None, f"has no {FILE} to verify with; create one with pw.golden(model, batches).save(folder) or "
@@ -108,7 +113,7 @@ def load_tokenizer(folder: str) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise ValueError("--text needs transformers for its tokenizers; pip install transformers") from None
+        raise ValueError("--text needs transformers for its tokenizers: pip install 'pennyweight[hf]'") from None
     if read_config(folder) is None:
         raise ValueError(f"{folder} has no config.json; --text needs a model folder with a tokenizer")
     try:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ..core.arguments import show
+from ..core.errors import ArgumentTypeError
 from .comparison import Perplexity
 from .metrics import (
     bootstrap,
@@ -38,7 +40,9 @@ def batches_of(batches: Any) -> Iterable[Any]:
     if isinstance(batches, (Tensor, Mapping)):
         return [batches]
     if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes)):
-        raise ValueError(f"batches must be tensors, tuples of arguments or mappings, got {type(batches).__name__}")
+        raise ArgumentTypeError(
+            f"batches must be a list of batches (tensors, tuples of arguments or mappings), got {show(batches)}"
+        )
     return batches
 
 

@@ -81,11 +81,9 @@ def test_yaml(tmp_path: Path) -> None:
 
 
 def test_yaml_makes_no_objects(tmp_path: Path) -> None:
-    import yaml
-
     path = tmp_path / "recipe.yaml"
     path.write_text("!!python/object/apply:os.getcwd []\n")
-    with pytest.raises(yaml.YAMLError):
+    with pytest.raises(ValueError, match="line 1: could not determine a constructor"):
         read(path)
 
 
@@ -95,8 +93,8 @@ def test_yaml_makes_no_objects(tmp_path: Path) -> None:
         ("gptqq", r"unknown algorithm 'gptqq' \(did you mean 'gptq'\?\); known: auto, "),
         ({"gptq": {"dampening": 0.1}}, r"gptq has no option 'dampening' \(did you mean 'damping'\?\); known: "),
         ({"gptq": {}, "mse": {}}, "a step of a recipe is one name with its options"),
-        ({"gptq": 3}, "a step of a recipe is a name, "),
-        ([3], "a step of a recipe is a name, .* got 3"),
+        ({"gptq": 3}, "the options of gptq must be a mapping, .* got 3"),
+        ([3], "algorithm must be a name such as .* got 3"),
         (["gptq", "mse"], "a recipe has one solver; got gptq, mse"),
         (["gptq", Turn()], r"the order of a recipe is rewrites, one solver, tuners; got gptq, turn"),
         ([Tune(), "gptq"], r"rewrites, one solver, tuners"),

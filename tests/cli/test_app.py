@@ -31,7 +31,7 @@ def test_as_a_process(plain: Path) -> None:
     assert f"model.safetensors: {(plain / 'model.safetensors').stat().st_size:,} bytes" in good.stdout
     bad = process("explain", plain, "blocks.0.p")
     assert (bad.returncode, bad.stdout) == (2, "")
-    assert bad.stderr.startswith("pennyweight: the checkpoint has no tensor 'blocks.0.p' (did you mean blocks.0.")
+    assert bad.stderr.startswith("pennyweight: the checkpoint has no tensor 'blocks.0.p' (did you mean 'blocks.0.")
     assert "Traceback" not in bad.stderr
 
 

@@ -191,10 +191,10 @@ def test_explain_float_and_tied_tensors(run: Any, quantized: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["layers.0.upp"], "no tensor 'layers.0.upp' (did you mean layers.0.up"),
+        (["layers.0.upp"], "no tensor 'layers.0.upp' (did you mean 'layers.0.up'"),
         (["layers.0"], "layers.0 contains 2 tensors; pass one of them: layers.0.up.bias, layers.0.up.weight"),
         (["layers.0.up", "--dtype", "int8"], "--dtype must be one of float32, bfloat16, float16, got 'int8'"),
-        (["layers.0.up", "--op", "liner"], "no kernels for op 'liner' (did you mean linear?)"),
+        (["layers.0.up", "--op", "liner"], "no kernels for op 'liner' (did you mean 'linear'?)"),
     ],
 )
 def test_explain_helps_with_wrong_names(run: Any, quantized: Path, arguments: list[str], message: str) -> None:

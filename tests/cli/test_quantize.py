@@ -128,19 +128,19 @@ def test_skip_leaves_alone(run: Any, plain: Path, tmp_path: Path, skip: list[str
     ("arguments", "message"),
     [
         ([], "--config is required: one of int8, int8-dynamic, int8-dynamic-grouped, int4,"),
-        (["--config", "int44"], "unknown config 'int44' (did you mean int4"),
+        (["--config", "int44"], "unknown config 'int44' (did you mean 'int4'"),
         (
             ["--config", "int8-dynamic", "--group-size", "32"],
             "--group-size 32 cannot be used with int8-dynamic",
         ),
         (["--config", "mxfp4", "--group-size", "32"], "--group-size 32 cannot be used with mxfp4: the OCP MX standard"),
-        (["--config", "int4", "--skip", "haed"], "--skip 'haed' matches no module or parameter; did you mean 'head'"),
+        (["--config", "int4", "--skip", "haed"], "--skip 'haed' matches no module or parameter (did you mean 'head'"),
         (["--config", "int4", "--skip", "*"], "nothing would be quantized"),
         (
             ["--config", "int4", "--group-size", "48", "--on-indivisible", "error"],
             "group size 48 does not divide its 64 inputs; use --group-size 32, or --on-indivisible 'pad'",
         ),
-        (["--config", "int4", "--on-indivisible", "bend"], "on_indivisible must be one of ('pad', 'largest_divisor'"),
+        (["--config", "int4", "--on-indivisible", "bend"], "--on-indivisible must be one of pad, largest_divisor"),
         (["--config", "int4", "--max-shard-size", "4 apples"], "'4 apples' is not a size; write for example 4GB"),
         (["--config", "int4", "--json", "/nowhere/r.json"], "--json /nowhere/r.json: folder /nowhere does not exist"),
     ],

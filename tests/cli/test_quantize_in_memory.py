@@ -171,7 +171,7 @@ def test_a_recipe_in_a_file_and_a_dry_run(run: Any, writer: Path, text: Path, tm
     [
         (["--config", "int4", "--budget", "4 bpw"], "--budget chooses the config"),
         (["--budget", "4 bpw"], "pass text with --calibration"),
-        (["--config", "int4", "--algorithm", "gptq"], "pass calibration="),
+        (["--config", "int4", "--algorithm", "gptq"], "pass text with --calibration"),
         (["--config", "int4", "--algorithm", "gtpq"], "did you mean 'gptq'"),
         ([], "--config is required"),
         (["--config", "int4", "--latency-tokens", "1"], "--latency-tokens must be positive and needs --budget"),

@@ -52,15 +52,15 @@ def test_only_the_named_layers(run: Any, plain: Path, tmp_path: Path) -> None:
     [
         (
             ["--layer", "blocks.*.upp=int8"],
-            "'blocks.*.upp' matches no module or parameter; did you mean 'blocks.*.up'?",
+            "'blocks.*.upp' matches no module or parameter (did you mean 'blocks.*.up'?",
         ),
         (["--layer", "blocks.0.u=int8"], "did you mean 'blocks.0.up'"),
-        (["--layer", "head=int44"], "--layer head=int44: unknown config 'int44' (did you mean int4"),
+        (["--layer", "head=int44"], "--layer head=int44: unknown config 'int44' (did you mean 'int4'"),
         (["--layer", "head"], "--layer head: expected PATTERN=CONFIG"),
         (["--embeddings", "int88"], "--embeddings int88: unknown config 'int88'"),
         (["--layer", "head=w4a16-awq"], "stands for an algorithm over the whole model"),
         (["--config", "w4a16-awq"], "stands for --algorithm awq, which needs text: pass --calibration"),
-        (["--config", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
+        (["--config", "nowhere.yaml"], "'nowhere.yaml': there is no such file"),
         (["--layer", "head=int8", "--group-size", "32"], "--group-size belongs to a --config given by its name"),
         (["--layer", "head=int8", "--save-config", "x.txt"], "must end in .yaml, .yml or .json"),
         (["--layer", "head=int8", "--budget", "4 bpw"], "leave out --config, --layer and --embeddings"),

@@ -103,7 +103,7 @@ def test_names_of_the_package_in_the_command(tmp_path: Path) -> None:
     file.write_text(
         "import pennyweight as pw, sys\n"
         "assert 'torch' not in sys.modules and 'Format' in dir(pw)\n"
-        "assert not hasattr(pw, 'nothing') and 'torch' not in sys.modules\n"
+        "assert not hasattr(pw, 'nothing')\n"
         "print(pw.get_format('int4').name, 'pennyweight.startup' in sys.modules)\n"
     )
     run = python(file)

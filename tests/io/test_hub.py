@@ -377,7 +377,7 @@ def test_missing_repositories_are_said(hub: Hub, tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "llama").mkdir(parents=True)
     with pytest.raises(
-        HubError, match=r"^models/lama: not found, neither as a local path \(did you mean models/llama\?"
+        HubError, match=r"^models/lama: not found, neither as a local path \(did you mean 'models/llama'\?"
     ):
         local_path("models/lama")
     with pytest.raises(HubError, match=r"^org/name: not found, neither as a local path nor as a repository of http"):

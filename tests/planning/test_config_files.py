@@ -73,9 +73,9 @@ def test_embeddings_are_a_rule_of_their_own(tmp_path: Path) -> None:
     ("name", "text", "says"),
     [
         ("a.yaml", "# one\n*.a: int4", "line 2: .*write a name that begins with . in quotes"),
-        ("a.yaml", '# one\n"a": int44', r"line 2: a: unknown config 'int44' \(did you mean int4"),
+        ("a.yaml", '# one\n"a": int44', r"line 2: a: unknown config 'int44' \(did you mean 'int4'"),
         ("a.yaml", "a: int4\na: int8", "line 2: 'a' was given twice"),
-        ("a.yaml", "a: int4\n_defalt: int4", r"line 2: _defalt: unknown key \(did you mean _default\?\)"),
+        ("a.yaml", "a: int4\n_defalt: int4", r"line 2: _defalt: unknown key \(did you mean '_default'\?\)"),
         ("a.yaml", "\na: [1", "line 2: expected ',' or ']'"),
         ("a.yaml", "a: &x int4\nb: *x", "line 2: aliases are not supported"),
         ("a.yaml", '\n"re:(a+)+$((": int4', r"'\$' is supported only at the very end.* \(line 2\)"),

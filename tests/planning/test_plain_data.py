@@ -65,8 +65,11 @@ def test_defaults_are_left_out_and_order_is_kept() -> None:
         ({"type": "Int4WeightOnlyConfig", "rounding": 1}, "rounding: this release does not know this field"),
         ({"type": "Int4WeightOnlyConfig", "group_size": "64"}, "Int4WeightOnlyConfig.group_size cannot be 64"),
         ({"type": "Int4WeightOnlyConfig", "group_size": True}, "group_size cannot be True"),
-        ({"type": "Int4WeightOnlyConfig", "group_size": 0}, "group_size must be positive"),
-        ({"type": "Int8DynamicActivationInt8WeightConfig", "act_group_size": 0}, "group_size must be positive"),
+        ({"type": "Int4WeightOnlyConfig", "group_size": 0}, "group_size must be a positive integer"),
+        (
+            {"type": "Int8DynamicActivationInt8WeightConfig", "act_group_size": 0},
+            "group_size must be a positive integer",
+        ),
         ({"type": "Int8DynamicActivationInt8WeightConfig", "act_group_size": "64"}, "act_group_size cannot be 64"),
         ({"type": "Int8WeightOnlyConfig", "granularity": {"type": "dtype", "name": "int8"}}, "granularity cannot be"),
         ({"type": "IntxWeightOnlyConfig", "weight_dtype": {"type": "dtype", "name": "os"}}, "unknown dtype 'os'"),

@@ -106,7 +106,7 @@ def test_a_skip_says_by_which_key() -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"haed": INT8}, "'haed' matches no module or parameter; did you mean 'head'"),
+        ({"haed": INT8}, r"'haed' matches no module or parameter \(did you mean 'head'"),
         ({"layers.0.upp": INT8, "head": INT8}, r"did you mean 'layers\.0\.up'"),
         ({"layers": INT8}, r"'layers' is a container without a weight of its own; use 'layers\.\*'"),
         ({"layers.0": None, "head": INT8}, r"use 'layers\.0\.\*'"),
@@ -261,7 +261,6 @@ def test_an_unknown_policy() -> None:
     ("config", "message"),
     [
         (pw.SpecConfig(QuantSpec(INT4, (4, 4, 32))), r"^0\.weight: block .* has 3 axes"),
-        (pw.SpecConfig(QuantSpec(INT4, (32,)), rule="best"), r"^0\.weight: unknown rule 'best'.*known: .*mse"),
         (pw.SpecConfig(QuantSpec(INT4, (32,)), rule="asymmetric"), r"^0\.weight: .*zero_point=True"),
         (pw.SpecConfig(QuantSpec(INT4, (32,)), eps=-1.0), r"^0\.weight: eps"),
         (pw.Float8WeightOnlyConfig(granularity=pw.PerBlock((2, 2, 2))), r"^0\.weight: block"),
@@ -287,9 +286,9 @@ def test_nan_and_inf_are_found_before_anything_changes(value: float) -> None:
 
 
 def test_what_is_no_config() -> None:
-    with pytest.raises(pw.PlanError, match="Int8WeightOnlyConfig"):
+    with pytest.raises(TypeError, match="Int8WeightOnlyConfig"):
         pw.quantize_(nn.Linear(4, 4), None)
-    with pytest.raises(pw.PlanError, match=r"unknown config 'int-8' \(did you mean int8"):
+    with pytest.raises(pw.PlanError, match=r"unknown config 'int-8' \(did you mean 'int8"):
         pw.quantize_(nn.Linear(4, 4), "int-8")
     with pytest.raises(pw.PlanError, match="no parameters with two or more axes"):
         pw.quantize_(nn.Sequential(nn.ReLU()), INT8)

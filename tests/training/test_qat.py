@@ -309,7 +309,7 @@ def test_scales_that_are_quantized_themselves_are_said_to_stay() -> None:
         ({"weight_config": QuantSpec(INT4, (32,)), "step": "convert"}, "Cannot specify"),
         ({"step": "convert", "learn": "scale"}, "only valid with step='prepare'"),
         ({"base_config": 4}, "must be a config"),
-        ({"base_config": "int44"}, "did you mean int4"),
+        ({"base_config": "int44"}, "did you mean 'int4'"),
         ({"weight_config": 4}, "QuantSpec"),
         ({"activation_config": ActivationSpec(QuantSpec(INT8, (-1,)))}, "needs a weight_config"),
     ],

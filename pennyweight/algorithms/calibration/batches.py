@@ -3,13 +3,16 @@ the model itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import KeyEntry, MappingKey, SequenceKey, tree_flatten_with_path
 
+from ...core.arguments import check_arguments, check_number, show
+from ...core.errors import ArgumentTypeError
 from ...distributed import all_reduce
 from ...planning.config_resolution import PlanError
 
@@ -19,8 +22,8 @@ class Batches(list[Any]):
 
 
 def read(batches: Any, what: str = "calibration", *, together: bool = False) -> Batches:
-    """The batches as a list. Raises PlanError for a single batch, and for a batch with NaN or infinite values (names
-    its index).
+    """The batches as a list. Raises ArgumentTypeError for something other than a list of batches, PlanError for a batch
+    with NaN or infinite values (names its index).
 
     what        the argument's name, for messages
     together    every rank of torch.distributed calls this; all raise if the data of one rank is invalid
@@ -33,6 +36,10 @@ def read(batches: Any, what: str = "calibration", *, together: bool = False) -> 
     found = Batches()
     try:
         found.extend(each(batches, what))
+    except ArgumentTypeError as error:
+        if not (together and all_reduce.is_distributed()):
+            raise
+        why = str(error)
     except PlanError as error:
         why = str(error)
     if together and all_reduce.is_distributed():
@@ -45,14 +52,32 @@ def read(batches: Any, what: str = "calibration", *, together: bool = False) -> 
 
 def each(batches: Any, what: str = "calibration") -> Iterator[Any]:
     """Iterate over the batches with the checks of :func:`read`: for data that is read once and not stored."""
-    if isinstance(batches, (Tensor, Mapping, str)):
-        raise PlanError(f"{what} must be a list of batches, got one {type(batches).__name__}; pass {what}=[batch]")
     if isinstance(batches, Batches):
         yield from batches
         return
+    _check_list(batches, what)
     for i, batch in enumerate(batches):
+        if batch is None or isinstance(batch, (str, bytes, int, float)):
+            text = "; tokenize the text first" if isinstance(batch, (str, bytes)) else ""
+            raise ArgumentTypeError(f"{what} batch {i} is {show(batch)}; a batch is {_BATCH}{text}")
         _check(batch, f"{what} batch {i}")
         yield batch
+
+
+_BATCH = "a tensor, a tuple of arguments, or a mapping of keyword arguments"
+
+
+def _check_list(batches: Any, what: str) -> None:
+    """Raise ArgumentTypeError for one batch, and for what cannot be a list of batches."""
+    if isinstance(batches, (str, os.PathLike)):
+        remedy = "; read the text, tokenize it, and pass the batches" if os.path.isfile(batches) else ""
+    elif isinstance(batches, (Tensor, Mapping)):
+        remedy = f"; one batch is a list of one: {what}=[batch]"
+    elif isinstance(batches, Iterable) and not isinstance(batches, nn.Module):
+        return
+    else:
+        remedy = ""
+    raise ArgumentTypeError(f"{what} must be a list of batches, got {show(batches)}{remedy}; a batch is {_BATCH}")
 
 
 def _check(batch: Any, name: str) -> None:
@@ -119,6 +144,7 @@ def held_out_indices(n: int, share: float) -> set[int]:
     return {(2 * i + 1) * n // (2 * count) for i in range(count)}
 
 
+@check_arguments()
 def sample(
     model: nn.Module, sequences: int = 64, length: int = 256, *, batch: int = 8, temperature: float = 1.0, seed: int = 0
 ) -> list[dict[str, Tensor]]:
@@ -135,11 +161,9 @@ def sample(
     can = getattr(model, "can_generate", None)
     if not callable(generate) or (callable(can) and not can()):
         raise PlanError(f"{type(model).__name__} cannot generate text; pass your own calibration data")
-    if min(sequences, batch) < 1 or length < 2 or not temperature > 0:
-        raise PlanError(
-            "sample needs at least one sequence of two tokens and a positive temperature, got "
-            f"sequences={sequences}, length={length}, batch={batch}, temperature={temperature}"
-        )
+    for name, value, least in (("sequences", sequences, 1), ("batch", batch, 1), ("length", length, 2)):
+        check_number(f"sample: {name}", value, least, integer=True)
+    check_number("sample: temperature", temperature, positive=True)
     config: Any = model.config
     vocabulary, device = config.get_text_config().vocab_size, next(model.parameters()).device
     training, found = model.training, []

@@ -149,12 +149,13 @@ class CalibrationLoop:
                         store.folder = Path(folder)
 
 
-def parse_bytes(text: str | float) -> int:
-    """Bytes of a size such as "4 GB", or of a number. Raises PlanError for anything else."""
+def parse_bytes(text: str | float, name: str = "") -> int:
+    """Bytes of a size such as "4 GB", or of a number. Raises PlanError, with the argument's name, for anything else."""
     try:
         return nbytes_of(text)
     except ValueError as error:
-        raise PlanError(f'a memory limit is a size such as "4 GB", or a number of bytes: {error}') from None
+        prefix = f"{name}: " if name else ""
+        raise PlanError(f'{prefix}a memory limit is a size such as "4 GB", or a number of bytes: {error}') from None
 
 
 class _Collector:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.arguments import check_arguments, check_number, did_you_mean, show
 from ...core.numerics import dequantize, quantize
 from ...core.qparams import Params, choose
 from ...core.spec import ActivationSpec
@@ -48,6 +49,7 @@ _STATIC: dict[type, tuple[str, str | None, Callable[[Mapping[str, Any]], bool]]]
 }
 
 
+@check_arguments()
 def calibrate(
     model: nn.Module,
     batches: Any,
@@ -70,7 +72,9 @@ def calibrate(
     Runs the float model once over the data. Raises PlanError with the names of layers that no input reached.
     """
     if method not in METHODS:
-        raise PlanError(f"calibrate: method must be one of {', '.join(METHODS)}, got {method!r}")
+        guess = did_you_mean(method, METHODS, 1)
+        raise PlanError(f"calibrate: method must be one of {', '.join(METHODS)}, got {method!r}{guess}")
+    check_number("calibrate: percentile", percentile)
     if not 50 < percentile <= 100:
         raise PlanError(f"calibrate: percentile must be above 50 and at most 100, got {percentile}")
     make = _maker(config)
@@ -256,7 +260,8 @@ def _maker(config: Any) -> Callable[[float, int], AOBaseConfig]:
     if cls not in _STATIC:
         names = ", ".join(c.__name__ for c in _STATIC)
         raise PlanError(
-            f"calibrate takes a static config ({names}) as class, functools.partial or instance; got {config!r}"
+            f"calibrate: config must be a static config ({names}) as class, functools.partial or instance; got "
+            f"{show(config)}; dynamic and weight-only configs need no calibrate: pass them to quantize_"
         )
     scale_field, zero_field, has_zero = _STATIC[cls]
     act = given.get("act")

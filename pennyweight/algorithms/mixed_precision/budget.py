@@ -66,6 +66,16 @@ class Limits:
     seconds: float = inf
 
 
+def require_scipy() -> None:
+    """Raise ImportError, with the remedy, if scipy is not installed."""
+    try:
+        import scipy.optimize  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "pw.search needs scipy for its integer program: pip install 'pennyweight[search]'", name="scipy"
+        ) from error
+
+
 def parts(budget: Budget) -> tuple[str, ...]:
     """The budgets in one argument. Raises PlanError for an invalid budget."""
     some = (budget,) if isinstance(budget, str) else tuple(budget) if isinstance(budget, (list, tuple)) else ()
@@ -120,7 +130,8 @@ def check(table: Table, limit: Limits, base: Base) -> None:
     least = sum(min(o.nbytes for o in options) for options in table.values())
     if least > limit.nbytes:
         raise PlanError(
-            f"the budget leaves {size(max(limit.nbytes, 0))} for these weights; the candidates need {size(least)}"
+            f"the budget leaves {size(max(limit.nbytes, 0))} for these weights; the candidates need {size(least)}; "
+            "raise the budget, or pass candidates with fewer bits"
         )
     if isinf(limit.seconds):
         return
@@ -182,6 +193,8 @@ def merge(table: Table, fused: Sequence[Sequence[str]]) -> tuple[Table, dict[str
 def _solve(table: Table, nbytes: float, seconds: float, by_time: bool = False) -> dict[str, int]:
     """One option per weight, minimising the losses (``by_time``: the seconds), with the HiGHS solver."""
     import numpy as np
+
+    require_scipy()
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     flat = [o for options in table.values() for o in options]

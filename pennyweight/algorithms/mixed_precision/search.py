@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.arguments import check_arguments, check_number
 from ...core.formats import UINT2, UINT3, UINT4, UINT5, UINT6
 from ...core.layouts import portable_layout
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from ...planning.config_resolution import Filter, PlanError, Skip, resolve_config
+from ...planning.config_resolution import Filter, PlanError, Skip, read_candidates
 from ...planning.configs import AOBaseConfig, FqnToConfig, SpecConfig
 from ...planning.configs.aliases import FASTEST, by_name
 from ...planning.configs.files import write_config
@@ -29,7 +30,21 @@ from ..calibration.batches import read
 from ..calibration.block_order import inference_mode
 from ..solve import solve, stages
 from ..tuners import losses
-from .budget import Base, Budget, Option, Table, allocate, check, duration, is_latency, limits, merge, parts, totals
+from .budget import (
+    Base,
+    Budget,
+    Option,
+    Table,
+    allocate,
+    check,
+    duration,
+    is_latency,
+    limits,
+    merge,
+    parts,
+    require_scipy,
+    totals,
+)
 from .latency import CallTimer, LayerTimes, layer_times
 
 __all__ = ["CANDIDATES", "CallTimer", "Option", "Search", "allocate", "search"]
@@ -145,6 +160,7 @@ class Search:
         return out.getvalue()
 
 
+@check_arguments()
 def search(
     model: nn.Module,
     batches: Sequence[Any],
@@ -206,9 +222,13 @@ def search(
     >>> len(report.quantized)
     2
     """
+    require_scipy()
     batches = read(batches, "batches", together=True)
     if len(batches) < 2:
-        raise PlanError("search needs at least two batches: some to quantize with, some to measure with")
+        raise PlanError(
+            "search needs at least two batches: some to quantize with, some to measure with; batches has "
+            f"{len(batches)}"
+        )
     recipe, timed = recipes.read(algorithm), any(map(is_latency, parts(budget)))
     if recipe.rewrites or recipe.tuners:
         raise PlanError(
@@ -217,7 +237,8 @@ def search(
     default = (*CANDIDATES, *FASTEST) if timed else CANDIDATES
     if for_ is not None and candidates is None:
         default = (*default, *_ENGINE_CANDIDATES)
-    configs = [resolve_config(c) for c in (default if candidates is None else candidates)]
+    configs = read_candidates(candidates, default)
+    check_number("held_out", held_out, 0, below=1)
     solving, measuring = losses.split_batches(batches, held_out)
     with torch.inference_mode(False), torch.no_grad():
         plans = [plan(model, config, filter_fn, skip=skip) for config in configs]

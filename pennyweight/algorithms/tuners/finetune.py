@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core import blocks
+from ...core.arguments import check_arguments, check_number
 from ...core.numerics import Parts, dequantize, part_value
 from ...core.qparams import Params
 from ...core.spec import QuantSpec
@@ -25,6 +26,7 @@ from ..solvers.refinement import BestCandidate, refit_and_descend
 from ..solvers.rtn import output_error
 
 
+@check_arguments()
 def improve(
     model: nn.Module,
     float_model: nn.Module,
@@ -48,6 +50,7 @@ def improve(
     no row gets worse on the calibration data. Returns a report whose "error" is a fraction of the error before.
     Raises PlanError if a weight has no counterpart of its shape in ``float_model``, or if nothing is quantized.
     """
+    check_number("improve: sweeps", sweeps, 0, integer=True)
     found: dict[str, tuple[list[Place], AffineQuantizedTensor, Tensor]] = {}
     originals = dict(float_model.named_parameters(remove_duplicate=False))
     for where in places(model):

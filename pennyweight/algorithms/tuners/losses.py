@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ...core.arguments import did_you_mean
 from ...planning.run_batch import run_batch, token_mask
 from ..calibration.batches import held_out_indices
 from ..calibration.block_order import inference_mode
@@ -46,7 +47,8 @@ def divergence(metric: str | Divergence | None, example: Any) -> Divergence:
     name = metric or ("kl" if _has_logits(example) else "error")
     if name not in NAMED:
         raise ValueError(
-            f"unknown metric {name!r}; known: {', '.join(NAMED)}, or a function (reference, output, batch)"
+            f"unknown metric {name!r}{did_you_mean(name, NAMED)}; known: {', '.join(NAMED)}, or a function (reference, "
+            "output, batch)"
         )
     if name == "kl" and not _has_logits(example) and not isinstance(example, Tensor):
         raise ValueError(f"metric 'kl' needs logits, but the model returns {type(example).__name__}; use 'error'")

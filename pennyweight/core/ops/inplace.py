@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .. import blocks, fallback, stochastic_rounding
 from ..call_site import refuse_disk_offload
 from ..distributed_hooks import answer
+from ..errors import ArgumentError
 from ..formats import E8M0
 from ..layouts import get_layout
 from ..load_state_dict import warn_of_copy
@@ -246,7 +247,7 @@ def _resize_(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(target, QT):
         return target.resize_(shape)
     if shape != tuple(target.shape):
-        raise RuntimeError(f"a quantized tensor {tuple(target.shape)} cannot be resized to {shape}; make a new one")
+        raise ArgumentError(f"a quantized tensor {tuple(target.shape)} cannot be resized to {shape}; make a new one")
     return return_and_correct_aliasing(func, args, kwargs, target)
 
 
@@ -284,7 +285,7 @@ def _fall_back(func: Any, args: Any, kwargs: Any) -> Any:
     out = func(*new_args, **{n: plain(a, writes[n]) for n, a in kwargs.items()})
     for target, value in targets:
         if value.shape != target.shape:
-            raise RuntimeError(f"{func} cannot change the shape of a quantized tensor in place: {tuple(target.shape)}")
+            raise ArgumentError(f"{func} cannot change the shape of a quantized tensor in place: {tuple(target.shape)}")
         write_(target, value)
     back = {id(value): target for target, value in targets}
     return tree_map(lambda o: back.get(id(o), o), out) if back else out

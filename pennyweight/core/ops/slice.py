@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing as _view
 
 from .. import blocks
+from ..errors import ArgumentError
 from ..layouts import portable_layout
 from ..tensor import AffineQuantizedTensor, implements, stored_shape
 from .parts import (
@@ -121,7 +122,7 @@ def _split(func: Any, args: Any, kwargs: Any) -> Any:
     n = w.shape[dim]
     sizes = [min(size, n - i) for i in range(0, max(n, 1), max(size, 1))] if isinstance(size, int) else size
     if sum(sizes) != n:
-        raise RuntimeError(f"split into {sizes} along axis {dim} of a quantized tensor {tuple(w.shape)}: sizes differ")
+        raise ArgumentError(f"split into {sizes} along axis {dim} of a quantized tensor {tuple(w.shape)}: sizes differ")
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     outs = [slice_axis(w, dim, start, start + length) for start, length in zip(starts, sizes, strict=True)]
     return NotImplemented if any(o is NotImplemented for o in outs) else _view(func, args, kwargs, outs)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing as _view
 
 from .. import blocks, fallback
 from ..distributed_hooks import answer
+from ..errors import ArgumentError
 from ..tensor import AffineQuantizedTensor, implements, stored_shape
 from .parts import (
     axes_of,
@@ -40,7 +41,7 @@ def _permuted(w: QT, order: Sequence[int]) -> QT:
 def _t(func: Any, args: Any, kwargs: Any) -> Any:
     w = args[0]
     if w.ndim > 2:
-        raise RuntimeError(f"t() expects at most 2 axes, the quantized tensor has shape {tuple(w.shape)}")
+        raise ArgumentError(f"t() expects at most 2 axes, the quantized tensor has shape {tuple(w.shape)}")
     return _view(func, args, kwargs, _permuted(w, range(w.ndim)[::-1]))
 
 
@@ -58,7 +59,7 @@ def _permute(func: Any, args: Any, kwargs: Any) -> Any:
     w, dims = args
     order = [d % max(w.ndim, 1) for d in dims]
     if sorted(order) != list(range(w.ndim)):
-        raise RuntimeError(f"permute{tuple(dims)} of a quantized tensor of shape {tuple(w.shape)}: not a permutation")
+        raise ArgumentError(f"permute{tuple(dims)} of a quantized tensor of shape {tuple(w.shape)}: not a permutation")
     return _view(func, args, kwargs, _permuted(w, order))
 
 
@@ -73,7 +74,7 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
     mine = list(zip(w.shape, w.stride(), strict=True))
     wanted = list(zip(size, stride, strict=True))
     if offset or sorted(mine) != sorted(wanted) or (len(set(mine)) < len(mine) and mine != wanted) or w.readonly:
-        raise RuntimeError(
+        raise ArgumentError(
             f"as_strided({tuple(size)}, {tuple(stride)}, {offset}) of a quantized tensor {tuple(w.shape)} ({w.spec}): "
             "it has no strided storage; use slices and transposes, and clone() a part that a compiled function returns"
         )
@@ -142,7 +143,7 @@ def _expand(func: Any, args: Any, kwargs: Any) -> Any:
         out = insert_axis(out, 0)
     shape = tuple(n if s == -1 else s for s, n in zip(size, out.shape, strict=True))
     if any(n not in (1, s) for s, n in zip(shape, out.shape, strict=True)):
-        raise RuntimeError(f"expand{tuple(size)} of a quantized tensor of shape {tuple(w.shape)}: sizes do not match")
+        raise ArgumentError(f"expand{tuple(size)} of a quantized tensor of shape {tuple(w.shape)}: sizes do not match")
     out = with_alias(out) if shape == tuple(out.shape) else _expanded(to_sliceable(out), shape)
     return out if out is NotImplemented else _view(func, args, kwargs, out)
 
@@ -249,5 +250,5 @@ def _infer(w: QT, size: Sequence[int]) -> tuple[int, ...]:
     missing = w.numel() // known if known else 0
     shape = tuple(missing if n == -1 else n for n in size)
     if math.prod(shape) != w.numel():
-        raise RuntimeError(f"view{tuple(size)} of a quantized tensor of shape {tuple(w.shape)}: sizes do not match")
+        raise ArgumentError(f"view{tuple(size)} of a quantized tensor of shape {tuple(w.shape)}: sizes do not match")
     return shape

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ...core.arguments import did_you_mean
 from ...core.convert_spec import conversion_kind
 from ...core.numerics import Parts, dequantize, sqnr
 from ...core.tensor import AffineQuantizedTensor
@@ -134,7 +135,8 @@ def wanted_type(name: str) -> BlockType | Mix:
         return TYPES[upper.removesuffix(PURE)]
     mixes = (mix for mix in MIXES if mix not in FROM_FLOATS)
     raise ValueError(
-        f"gguf_type={name!r} cannot be written; writable types: {', '.join(FROM_FLOATS)}; mixes: {', '.join(mixes)}"
+        f"gguf_type={name!r} cannot be written{did_you_mean(name, (*MIXES, *FROM_FLOATS))}; writable types: "
+        f"{', '.join(FROM_FLOATS)}; mixes: {', '.join(mixes)}"
     )
 
 

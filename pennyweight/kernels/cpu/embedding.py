@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
+from ...core.errors import ArgumentError
 from ...core.layouts import READABLE
 from ...core.numerics import Parts, dequantize
 from ...core.spec import DTYPES, QuantSpec
@@ -76,7 +77,7 @@ def _accepts_packed(layout: Any) -> Callable[[Case], bool | str]:
 def rows(index: Tensor, w: Any, spec: QuantSpec, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """w[index] as floats. index: int32 or int64, any shape; w: any object with the parts of a table as attributes."""
     if index.dtype not in (torch.int32, torch.int64):
-        raise RuntimeError(f"embedding: indices must be int32 or int64, got {index.dtype}")
+        raise ArgumentError(f"embedding: indices must be int32 or int64, got {index.dtype}")
     out = torch.empty((*index.shape, shape[1]), dtype=dtype, device="cpu")
     if not out.numel():
         return out

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from ..config_names import CONFIGS, Name, algorithm_of, close_to
+from ...core.arguments import check_number, did_you_mean
+from ..config_names import CONFIGS, Name, algorithm_of
 from ..granularity import MappingType, PerGroup, PerRow
 from . import floating, integer
 from .base import AOBaseConfig
 
-__all__ = ["CONFIGS", "FASTEST", "Name", "algorithm_of", "by_name", "close_to", "named"]
+__all__ = ["CONFIGS", "FASTEST", "Name", "algorithm_of", "by_name", "named"]
 
 # Values that the table of names, which imports no torch, has as text
 _VALUES: dict[tuple[str, str], Any] = {
@@ -35,7 +36,9 @@ def by_name(name: str, group_size: int | None = None) -> AOBaseConfig:
     """The config of a short name, with another group size if given. Raises ValueError with the names that are valid."""
     entry = CONFIGS.get(name)
     if entry is None:
-        raise ValueError(f"unknown config {name!r}{close_to(name, list(CONFIGS))}. Known: {', '.join(CONFIGS)}")
+        if hasattr(integer, name) or hasattr(floating, name):
+            raise ValueError(f"config {name!r} is a class, not a short name; pass an instance, pw.{name}()")
+        raise ValueError(f"unknown config {name!r}{did_you_mean(name, CONFIGS)}. Known: {', '.join(CONFIGS)}")
     args = {key: _VALUES.get((key, value), value) for key, value in entry.args.items()}
     if group_size is not None:
         if entry.group is None:
@@ -43,8 +46,7 @@ def by_name(name: str, group_size: int | None = None) -> AOBaseConfig:
             raise ValueError(
                 f"group_size={group_size} cannot be used with {name}: {entry.no_group}. Configs with groups: {grouped}"
             )
-        if type(group_size) is not int or group_size < 1:
-            raise ValueError(f"group_size={group_size!r}: must be a positive integer")
+        check_number("group_size", group_size, integer=True, positive=True)
         args[entry.group] = group_size
     if isinstance(args.get("granularity"), int):
         args["granularity"] = PerGroup(args["granularity"])

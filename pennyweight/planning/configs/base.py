@@ -8,7 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from ...core.arguments import CheckedFields, check_choice, check_number, show
+from ...core.errors import ArgumentTypeError
 from ...core.formats import E2M1, E4M3, E5M2, TERNARY, Format, get_format
+from ...core.qparams import RULES
 from ...core.spec import ActivationSpec, QuantSpec
 from ..granularity import Granularity, MappingType
 from ..parameters import Site
@@ -18,10 +21,10 @@ _FLOAT_FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.floa
 AnyDtype = torch.dtype | Format | str
 
 
-def as_format(dtype: AnyDtype) -> Format:
+def as_format(dtype: AnyDtype, owner: str = "") -> Format:
     """A Format from a torch dtype (torch.int4, torch.float8_e4m3fn), a name, or a Format.
 
-    Raises ValueError with the list of known formats.
+    Raises ValueError with similar names, ArgumentTypeError for something else; ``owner`` goes before the message.
     """
     if isinstance(dtype, Format):
         return dtype
@@ -29,10 +32,13 @@ def as_format(dtype: AnyDtype) -> Format:
         if dtype in _FLOAT_FORMATS:
             return _FLOAT_FORMATS[dtype]
         dtype = str(dtype).removeprefix("torch.")
-    return get_format(dtype)
+    try:
+        return get_format(dtype)
+    except ValueError as error:
+        raise type(error)(f"{owner}: {error}" if owner else str(error)) from None
 
 
-class AOBaseConfig:
+class AOBaseConfig(CheckedFields):
     """Base of configs: frozen dataclasses that map a site to its scheme (:meth:`scheme`).
 
     A config of your own may have a handler instead, see :func:`pennyweight.register_quantize_module_handler`.
@@ -45,6 +51,13 @@ class AOBaseConfig:
     coder: ClassVar[list[Any]] = []
     # The class that carries out quantize_ for this config, in place of quantize.pipeline.Pipeline
     pipeline: ClassVar[Any] = None
+
+    @property
+    def quant_method(self) -> str:
+        """Read by transformers from its own configs. Raises ArgumentTypeError."""
+        raise ArgumentTypeError(
+            f"from_pretrained takes quantization_config=pw.PennyweightConfig({self}), got {type(self).__name__} itself"
+        )
 
     def __str__(self) -> str:
         """The call that makes this config, without the fields at their defaults."""
@@ -64,7 +77,13 @@ class AOBaseConfig:
     @staticmethod
     def from_json(text: str) -> AOBaseConfig:
         """Inverse of :meth:`to_json`. Raises ValueError for anything unknown, of a wrong type or out of range."""
-        config: AOBaseConfig = AOBaseConfig.coder[1](json.loads(text))
+        if not isinstance(text, (str, bytes, bytearray)):
+            raise ArgumentTypeError(f"from_json takes the text that to_json returns, got {show(text)}")
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"the config is not JSON: {error}; pass the text that to_json returns") from error
+        config: AOBaseConfig = AOBaseConfig.coder[1](data)
         return config
 
     def site(self, site: Site) -> Site:
@@ -92,7 +111,16 @@ class SpecConfig(AOBaseConfig):
 
     def __post_init__(self) -> None:
         if not isinstance(self.weight, QuantSpec):
-            raise ValueError(f"SpecConfig needs a QuantSpec such as QuantSpec(INT4, (32,)), got {self.weight!r}")
+            raise ArgumentTypeError(
+                f"SpecConfig needs a QuantSpec such as QuantSpec(get_format('int4'), (32,)), got {show(self.weight)}"
+            )
+        if self.act is not None and not isinstance(self.act, ActivationSpec):
+            raise ArgumentTypeError(
+                "SpecConfig: act must be an ActivationSpec such as ActivationSpec(QuantSpec(get_format('int8'), (-1,)))"
+                f", got {show(self.act)}"
+            )
+        if self.rule is not None:
+            check_choice("SpecConfig: rule", self.rule, sorted(RULES))
         self._scheme()
 
     def _scheme(self) -> Scheme:
@@ -117,8 +145,18 @@ def pair(granularity: Any) -> tuple[Granularity, Granularity]:
     """(activation, weight) granularity from one or two."""
     both = tuple(granularity) if isinstance(granularity, (tuple, list)) else (granularity, granularity)
     if len(both) != 2 or not all(isinstance(g, Granularity) for g in both):
-        raise ValueError(f"granularity must be one Granularity such as PerRow(), or (activation, weight), got {both}")
+        raise ArgumentTypeError(
+            f"granularity must be one such as PerRow() or PerGroup(64), or a pair (activation, weight) of these, got "
+            f"{show(granularity)}{_as_granularity(granularity)}"
+        )
     return both
+
+
+def _as_granularity(value: Any) -> str:
+    """The remedy for a value that stands for a granularity."""
+    if isinstance(value, type) and issubclass(value, Granularity):
+        return f"; call the class: {value.__name__}()"
+    return f"; write PerGroup({value})" if type(value) is int and value > 0 else ""
 
 
 def number(owner: str, name: str, value: Any) -> Any:
@@ -130,20 +168,24 @@ def number(owner: str, name: str, value: Any) -> Any:
                 "a scale per row would fit only one batch size; use the largest scale, or a dynamic config"
             )
         value = value.item()
-    if value is None or not 0 < value < float("inf"):
-        raise ValueError(f"{owner}: {name} must be a positive number, got {value}; calibrate to get one")
+    if value is None or value == float("inf"):
+        raise ValueError(
+            f"{owner}: {name} must be a positive number, got {value}; pw.calibrate(model, batches, {owner}) finds it "
+            "for each layer"
+        )
+    check_number(f"{owner}: {name}", value, positive=True)
     return value
 
 
 def require_signed_int(owner: str, dtype: AnyDtype) -> None:
-    fmt = as_format(dtype)
+    fmt = as_format(dtype, f"{owner}: weight_dtype")
     if fmt.kind != "int" or fmt.lo >= 0 or fmt is TERNARY:
         raise ValueError(f"{owner}: weight_dtype must be int1 to int8, got {fmt}")
 
 
 def require_float8(owner: str, *dtypes: AnyDtype) -> None:
     for dtype in dtypes:
-        if as_format(dtype) not in (E4M3, E5M2):
+        if as_format(dtype, owner) not in (E4M3, E5M2):
             raise ValueError(f"{owner}: dtypes must be torch.float8_e4m3fn or torch.float8_e5m2, got {dtype}")
 
 

@@ -19,7 +19,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from .aliases import CONFIGS, by_name, close_to, named
+from ...core.arguments import close_names, did_you_mean, hint
+from .aliases import CONFIGS, by_name, named
 from .base import AOBaseConfig
 from .fqn import FqnToConfig
 from .serialize import config_from_data, config_to_data
@@ -36,6 +37,11 @@ def is_config_file(text: str) -> bool:
 def read_config(path: str | os.PathLike[str]) -> AOBaseConfig:
     """The config of a file. Raises ValueError with the file and the line for invalid content, OSError."""
     path = os.fspath(path)
+    if not os.path.isfile(path):
+        folder = os.path.dirname(path)
+        near = [n for n in os.listdir(folder or ".") if is_config_file(n)] if os.path.isdir(folder or ".") else []
+        close = [os.path.join(folder, name) for name in close_names(os.path.basename(path), near, 1, 0.6)]
+        raise FileNotFoundError(f"config {path!r}: there is no such file{hint(close)}; a config file is YAML or JSON")
     if os.path.getsize(path) > _MAX_BYTES:
         raise ValueError(f"{path} has {os.path.getsize(path):,} bytes; a config has at most {_MAX_BYTES:,}")
     with open(path, encoding="utf-8") as file:
@@ -125,7 +131,7 @@ def _key(key: Any) -> str:
     if not isinstance(key, str) or not key:
         raise ValueError(f"a name must be a string, got {key!r}; quote it")
     if key.startswith("_") and key not in ("_default", "_embeddings"):
-        raise ValueError(f"unknown key{close_to(key, ['_default', '_embeddings'])}")
+        raise ValueError(f"unknown key{did_you_mean(key, ['_default', '_embeddings'])}")
     return key
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from ...core.arguments import show
+from ...core.errors import ArgumentTypeError
 from ..parameters import Site
 from ..scheme import Scheme
 from .aliases import named
@@ -32,10 +35,18 @@ class FqnToConfig(AOBaseConfig):
         if self.fqn_to_config and self.module_fqn_to_config and self.fqn_to_config != self.module_fqn_to_config:
             raise ValueError("give fqn_to_config or its older name module_fqn_to_config, not both")
         given = self.fqn_to_config or self.module_fqn_to_config
-        table = {key: named(value) for key, value in given.items()}
+        if not isinstance(given, Mapping):
+            raise ArgumentTypeError(
+                f"FqnToConfig takes a mapping from names to configs, {{'lm_head': pw.Int8WeightOnlyConfig()}}, got "
+                f"{show(given)}"
+            )
+        table = {key: _named(key, value) for key, value in given.items()}
         for key, value in table.items():
             if not isinstance(key, str) or not (value is None or isinstance(value, AOBaseConfig)):
-                raise ValueError(f"FqnToConfig maps names to configs or None, got {key!r}: {value!r}")
+                call = f"; call the class: {value.__name__}()" if isinstance(value, type) else ""
+                raise ArgumentTypeError(
+                    f"FqnToConfig maps names to configs or None, got {key!r}: {show(value)}{call or _NAMES}"
+                )
             if isinstance(value, FqnToConfig):
                 raise ValueError(f"FqnToConfig cannot contain another FqnToConfig ({key!r}); merge the keys into one")
         object.__setattr__(self, "fqn_to_config", table)
@@ -49,6 +60,17 @@ class FqnToConfig(AOBaseConfig):
 
     def __str__(self) -> str:
         return f"FqnToConfig({{{', '.join(f'{k!r}: {v}' for k, v in self.fqn_to_config.items())}}})"
+
+
+_NAMES = '; a key is a name such as "lm_head" or "*.down_proj", a value a config such as "int8" or None'
+
+
+def _named(key: object, value: Any) -> Any:
+    """The config of a value; its errors name the key."""
+    try:
+        return named(value)
+    except ValueError as error:
+        raise type(error)(f"{key}: {error}") from None
 
 
 ModuleFqnToConfig = FqnToConfig
@@ -68,7 +90,9 @@ class ContractedAxis(AOBaseConfig):
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, AOBaseConfig):
-            raise ValueError(f"ContractedAxis wraps a config such as Int8WeightOnlyConfig(), got {self.config!r}")
+            raise ArgumentTypeError(
+                f"ContractedAxis wraps a config such as Int8WeightOnlyConfig(), got {show(self.config)}"
+            )
         if self.axis not in (-1, -2):
             raise ValueError(f"ContractedAxis: axis must be -1 or -2, got {self.axis}")
 

@@ -231,7 +231,7 @@ class UIntXWeightOnlyConfig(AOBaseConfig):
 
     def __post_init__(self) -> None:
         PerGroup(self.group_size)
-        fmt = as_format(self.dtype)
+        fmt = as_format(self.dtype, "UIntXWeightOnlyConfig: dtype")
         if fmt.kind != "int" or fmt.lo != 0:
             raise ValueError(f"UIntXWeightOnlyConfig: dtype must be uint1 to uint8, got {fmt}")
 

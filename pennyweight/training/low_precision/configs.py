@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.arguments import check_choice
 from ...core.formats import INT8, Format
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
@@ -48,8 +49,8 @@ class Float8TrainingConfig(LowPrecisionTrainingConfig):
     grad_output: AnyDtype | None = None
 
     def make(self) -> Recipe:
-        if isinstance(self.recipe, str) and self.recipe not in FLOAT8:
-            raise ValueError(f"Float8TrainingConfig: recipe must be one of {', '.join(FLOAT8)}, got {self.recipe!r}")
+        if isinstance(self.recipe, str):
+            check_choice("Float8TrainingConfig: recipe", self.recipe, FLOAT8)
         given: list[Format | None] = [
             None if f is None else as_format(f) for f in (self.input, self.weight, self.grad_output)
         ]
@@ -86,8 +87,8 @@ class MXTrainingConfig(LowPrecisionTrainingConfig):
     recipe: str | Recipe = "mxfp8"
 
     def make(self) -> Recipe:
-        if isinstance(self.recipe, str) and self.recipe not in MX:
-            raise ValueError(f"MXTrainingConfig: recipe must be one of {', '.join(MX)}, got {self.recipe!r}")
+        if isinstance(self.recipe, str):
+            check_choice("MXTrainingConfig: recipe", self.recipe, MX)
         return get_recipe(self.recipe)
 
 

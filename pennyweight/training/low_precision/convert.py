@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from ...core.arguments import check_arguments
 from ...core.ops.inplace import stochastic_writes
 from ...core.tensor import AffineQuantizedTensor
 from ...planning.report import Report, Row
@@ -16,6 +17,7 @@ from .layer import LowPrecisionLinear, restore_
 from .recipes import Recipe
 
 
+@check_arguments()
 def convert_to_float8_training(
     model: nn.Module, *, module_filter_fn: Callable[[nn.Module, str], bool] | None = None,
     config: str | Recipe | LowPrecisionTrainingConfig | None = None,
@@ -32,6 +34,7 @@ def convert_to_float8_training(
     return model
 
 
+@check_arguments()
 def to_high_precision_(model: nn.Module) -> Report:
     """Undo the conversion in place: layers become nn.Linear again, trainable quantized weights are dequantized.
 

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from ...core.arguments import did_you_mean, show
+from ...core.errors import ArgumentTypeError
 from ...core.formats import E2M1, E4M3, E5M2, Format
 from ...core.spec import INT8_ROW, MXFP4, MXFP8, TERNARY_TENSOR, ActivationSpec, QuantSpec
 from ...planning.configs import SpecConfig
@@ -232,8 +234,11 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
     """A recipe by name, or the recipe itself. Raises ValueError with the known names."""
     if isinstance(recipe, Recipe):
         return recipe
+    if not isinstance(recipe, str):
+        raise ArgumentTypeError(f"a training recipe is a name such as 'rowwise' or a Recipe, got {show(recipe)}")
     if recipe not in RECIPES:
-        raise ValueError(f"unknown training recipe {recipe!r}; known: {', '.join(RECIPES)}")
+        guess = did_you_mean(recipe, RECIPES)
+        raise ValueError(f"unknown training recipe {recipe!r}{guess}; known: {', '.join(RECIPES)}")
     return RECIPES[recipe]
 
 

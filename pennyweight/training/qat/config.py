@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ...core.arguments import did_you_mean
+from ...core.errors import ArgumentTypeError
 from ...core.spec import ActivationSpec, QuantSpec
+from ...planning.config_resolution import not_a_config
 from ...planning.configs import AOBaseConfig, SpecConfig
 from ...planning.configs.aliases import named
 from ...planning.parameters import Site
@@ -66,13 +69,13 @@ class QATConfig(AOBaseConfig):
         for name, value in given.items():
             object.__setattr__(self, name, value)
         if step not in STEPS:
-            raise ValueError(f"`step` must be one of {list(STEPS)}, got {step!r}")
+            raise ValueError(f"`step` must be one of {list(STEPS)}, got {step!r}{did_you_mean(step, STEPS, 1)}")
         if learn not in LEARN:
             raise ValueError(f"learn must be one of {', '.join(LEARN)}, got {learn!r}")
         if type(start) is not int or start < 0:
             raise ValueError(f"start must be a number of forward passes, got {start!r}")
         if base_config is not None and not isinstance(base_config, AOBaseConfig):
-            raise ValueError(f"base_config must be a config such as Int4WeightOnlyConfig(), got {base_config!r}")
+            raise ArgumentTypeError(not_a_config("base_config", base_config))
         if isinstance(base_config, QATConfig):
             raise ValueError("base_config of a QATConfig must not be a QATConfig")
         specs = (activation_config, weight_config)
@@ -84,7 +87,10 @@ class QATConfig(AOBaseConfig):
             raise ValueError("learn and start are only valid with step='prepare'")
         if step == "prepare" and base_config is None and weight_config is None:
             if activation_config is None:
-                raise ValueError("Must specify `base_config`, `activation_config`, or `weight_config` to prepare")
+                raise ValueError(
+                    "Must specify `base_config`, `activation_config`, or `weight_config` to prepare, for example "
+                    "QATConfig(Int4WeightOnlyConfig(group_size=32))"
+                )
             raise ValueError("activation_config needs a weight_config")
         if weight_config is not None:
             self._of_specs()

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ...core.arguments import check_model
+
 KINDS = ("kl", "mse")
 
 
@@ -64,6 +66,7 @@ class Teacher:
     """
 
     def __init__(self, model: nn.Module, *, copies: bool = True) -> None:
+        check_model("model", model)
         self.model = (copy.deepcopy(model) if copies else model).eval().requires_grad_(False)
 
     @torch.no_grad()

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...core.arguments import check_arguments
 from ...core.numerics import dequantize, fake_quantize, quantize
 from ...kernels.activation import autocast_dtype
 from ...quantize.pipeline import quantize_
@@ -356,6 +357,7 @@ def fake_modules(model: nn.Module) -> list[tuple[str, FakeQuantized]]:
     return [(name, m) for name, m in model.named_modules() if isinstance(m, FakeQuantized)]
 
 
+@check_arguments()
 def enable_fake_quant(model: nn.Module, enabled: bool = True) -> None:
     """Enable or disable fake quantization of a prepared model; disabled, it computes in float.
 

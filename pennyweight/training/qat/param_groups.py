@@ -6,11 +6,13 @@ from typing import Any
 
 from torch import nn
 
+from ...core.arguments import check_arguments
 from .modules import fake_modules
 
 IN_CODES = ("zero_point", "table")  # parts in units of their scale
 
 
+@check_arguments()
 def parameter_groups(
     model: nn.Module, lr: float, *, scale_lr: float | None = None, weight_decay: float = 0.0
 ) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...algorithms.solve import Solved
+from ...core.arguments import check_arguments
 from ...core.numerics import Parts, dequantize, sqnr
 from ...core.qparams import default_rule
 from ...core.rounding_interval import clamp_to_interval
@@ -299,6 +300,7 @@ def _numbers(scheme: Scheme) -> tuple[Any, ...]:
     return replace(scheme, act=act, rule=None, eps=None), scheme.rule or default_rule(scheme.weight)
 
 
+@check_arguments()
 def remove_fake_quant(model: nn.Module) -> None:
     """Undo "prepare": restore the modules' classes; float parameters keep their current values.
 

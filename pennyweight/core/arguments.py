@@ -1,0 +1,422 @@
+"""Checks of arguments of public functions and classes, one function per kind of argument.
+
+A message names the argument, says what was given and what is expected, and how to get there. All checks run before
+anything is changed. :func:`check_arguments` applies them to a function by the names of its parameters,
+:class:`CheckedFields` to the constructor of a class by the annotations of its parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .errors import ArgumentTypeError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Check = Callable[[str, Any], None]  # (name of the argument, value); raises TypeError or ValueError
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+_MAX = 60  # characters of a value in a message
+
+
+def did_you_mean(word: object, known: Iterable[str], n: int = 3, cutoff: float = 0.5) -> str:
+    """ " (did you mean 'a' or 'b'?)" with up to ``n`` similar names of ``known``; "" if none is similar.
+
+    cutoff: least similarity, see difflib.get_close_matches. Case does not count.
+    """
+    return hint(close_names(word, known, n, cutoff))
+
+
+def hint(close: Iterable[str]) -> str:
+    """ " (did you mean 'a' or 'b'?)" for names that were found to be similar; "" for none."""
+    text = " or ".join(map(repr, close))
+    return f" (did you mean {text}?)" if text else ""
+
+
+def close_names(word: object, known: Iterable[str], n: int = 3, cutoff: float = 0.5) -> list[str]:
+    """Up to ``n`` names that are similar to ``word``, the most similar first."""
+    from difflib import SequenceMatcher
+
+    wanted, scores = str(word).lower(), {}
+    for name in known:
+        ratio = SequenceMatcher(None, name.lower(), wanted).ratio()
+        if len(wanted) > 3 and name.lower().startswith(wanted):  # the beginning of a name
+            ratio = 1.0
+        if ratio >= cutoff:
+            scores[name] = ratio
+    return sorted(scores, key=lambda name: -scores[name])[:n]
+
+
+def show(value: object) -> str:
+    """A value as messages quote it: its text if that is short, else its type and size."""
+    if isinstance(value, nn.Module):
+        return f"a model ({type(value).__name__})"
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if inspect.isroutine(value):
+        return f"the function {getattr(value, '__name__', value)}"
+    if isinstance(value, Mapping) and value and all(isinstance(v, Tensor) for v in value.values()):
+        return f"a state dict of {len(value)} tensors"
+    if isinstance(value, (list, tuple, dict)) and len(text := repr(value)) > _MAX:
+        return f"a {type(value).__name__} of {len(value)}"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{type(value).__name__} of shape {tuple(value.shape)}, {value.dtype}"
+    text = str(value) if hasattr(value, "__dataclass_fields__") else repr(value)
+    if text.startswith("<"):  # the default repr, with an address
+        return f"{type(value).__name__}"
+    return text if len(text) <= _MAX else f"{text[: _MAX - 3]}..."
+
+
+# -- kinds of arguments ------------------------------------------------------------------------------------------------
+
+
+def check_model(name: str, value: object) -> None:
+    """Raise ArgumentTypeError unless the value is a module."""
+    if isinstance(value, nn.Module):
+        return
+    if isinstance(value, (str, os.PathLike)):
+        remedy = "load it first, for example with AutoModelForCausalLM.from_pretrained(path); pw.quantize_checkpoint "
+        remedy += "and pw.convert take paths"
+    elif isinstance(value, Tensor):
+        remedy = "pass the module that holds it, or wrap it in one"
+    elif isinstance(value, Mapping):
+        remedy = "create the model and load it first: model.load_state_dict(state)"
+    elif isinstance(value, type) and issubclass(value, nn.Module):
+        remedy = f"pass an instance, {value.__name__}(...)"
+    elif value is None:
+        remedy = "pass the model itself; functions whose names end in _ change it in place and do not return it"
+    else:
+        remedy = "the model is a torch.nn.Module; check the order of the arguments"
+    raise ArgumentTypeError(f"{name} must be a torch.nn.Module, got {show(value)}; {remedy}")
+
+
+def check_storable(name: str, value: object) -> None:
+    """Raise ArgumentTypeError unless the value is a module or a mapping, such as its state dict."""
+    if not isinstance(value, (nn.Module, Mapping)):
+        raise ArgumentTypeError(
+            f"{name} must be a torch.nn.Module or a state dict, got {show(value)}; "
+            + (
+                "exchange the arguments: save(model, path)"
+                if isinstance(value, (str, os.PathLike))
+                else "pass the model"
+            )
+        )
+
+
+def check_mapping(name: str, value: object) -> None:
+    """Raise ArgumentTypeError unless the value is a mapping, such as a state dict."""
+    if not isinstance(value, Mapping):
+        remedy = "; pass model.state_dict()" if isinstance(value, nn.Module) else ""
+        raise ArgumentTypeError(f"{name} must be a mapping, got {show(value)}{remedy}")
+
+
+def check_nothing(name: str, value: object) -> None:
+    """For a parameter that is checked elsewhere."""
+
+
+def check_filter(name: str, value: object) -> None:
+    """Raise ArgumentTypeError unless the value is a function of (module, name)."""
+    if value is None:
+        return
+    if not callable(value) or isinstance(value, type):
+        skip = [value] if isinstance(value, str) else "[...]"
+        raise ArgumentTypeError(
+            f"{name} must be a function (module, name) -> bool, got {show(value)}; to leave layers out by name pass "
+            f"skip={skip}, to select layers by name pass a config FqnToConfig({{name: config}})"
+        )
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):  # a function without a signature
+        return
+    try:
+        signature.bind(nn.Identity(), "")
+    except TypeError:
+        raise ArgumentTypeError(
+            f"{name} is called with (module, name), but it takes {signature}; write "
+            f"{name}=lambda module, name: isinstance(module, torch.nn.Linear)"
+        ) from None
+
+
+def check_device(name: str, value: object) -> None:
+    """Raise ValueError unless the value is a device of this machine."""
+    if value is None:
+        return
+    example = "pass a device such as 'cpu', 'cuda', 'cuda:1' or 'mps'"
+    if not isinstance(value, (str, torch.device)):
+        raise ArgumentTypeError(f"{name} must be a device, got {show(value)}; {example}")
+    try:
+        device = torch.device(value)
+    except RuntimeError:
+        known = ("cpu", "cuda", "mps", "xpu", "meta")
+        guess = hint(["cuda"]) if value == "gpu" else did_you_mean(value, known, 1)
+        raise ValueError(f"{name}={value!r} is not a device{guess}; {example}") from None
+    if device.type in ("cpu", "meta"):
+        return
+    backend: Any = getattr(torch, device.type, None)
+    if hasattr(backend, "is_available") and not backend.is_available():
+        raise ValueError(
+            f"{name}={str(value)!r}: this machine or this build of torch has no {device.type} device "
+            f"(torch.{device.type}.is_available() is False); pass {name}='cpu' or leave it out"
+        )
+
+
+def check_dtype(name: str, value: object) -> None:
+    """Raise unless the value is None or a floating-point dtype."""
+    if value is None:
+        return
+    if not isinstance(value, torch.dtype):
+        torch_dtype = isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
+        example = f"torch.{value}" if torch_dtype else "torch.float16"
+        raise ArgumentTypeError(f"{name} must be a torch dtype such as {example}, got {show(value)}")
+    if not value.is_floating_point:
+        raise ValueError(f"{name} must be a floating-point dtype such as torch.float16, got {value}")
+
+
+def check_path(name: str, value: object) -> None:
+    """Raise ArgumentTypeError unless the value is a path."""
+    if not isinstance(value, (str, os.PathLike)):
+        order = "; check the order of the arguments" if isinstance(value, (nn.Module, Mapping, Tensor)) else ""
+        raise ArgumentTypeError(f"{name} must be the path of a file or folder, got {show(value)}{order}")
+
+
+def check_folder(name: str, value: object, create: bool = False) -> None:
+    """Raise ArgumentTypeError unless the value is None or a path, ValueError unless that is a folder.
+
+    create  the folder, and its parents, may be missing
+    """
+    if value is None:
+        return
+    check_path(name, value)
+    path: Any = value
+    if os.path.lexists(path) and not os.path.isdir(path):
+        raise ValueError(f"{name}={str(value)!r} is a file; pass a folder")
+    if not create and not os.path.isdir(path):
+        raise ValueError(f"{name}={str(value)!r}: there is no such folder; create it first")
+
+
+def check_optional_path(name: str, value: object) -> None:
+    """Like :func:`check_path`; None is allowed."""
+    if value is not None:
+        check_path(name, value)
+
+
+def check_progress(name: str, value: object) -> None:
+    """Raise ArgumentTypeError unless the value is None, a bool, or a function."""
+    if value is not None and not isinstance(value, bool) and not callable(value):
+        raise ArgumentTypeError(f"{name} must be a function (done, total, name), True or False, got {show(value)}")
+
+
+def check_names(name: str, value: object) -> None:
+    """Raise ArgumentTypeError unless the value is a list of names."""
+    if isinstance(value, str):
+        raise ArgumentTypeError(f"{name} must be a list of names, got {value!r}; write {name}=[{value!r}]")
+    if isinstance(value, (Tensor, nn.Module)) or not isinstance(value, Iterable):
+        raise ArgumentTypeError(f"{name} must be a list of names, got {show(value)}")
+    if wrong := [word for word in value if not isinstance(word, str)]:
+        raise ArgumentTypeError(f"{name} must be a list of names, got {show(value)}: {show(wrong[0])} is not a name")
+
+
+def check_skip(name: str, value: object) -> None:
+    """Raise ArgumentTypeError unless the value is a list of names or a function."""
+    if not callable(value) or isinstance(value, (type, nn.Module)):
+        check_names(name, value)
+
+
+def check_number(
+    name: str, value: object, least: float | None = None, below: float | None = None, *, integer: bool = False,
+    positive: bool = False, most: float | None = None,
+) -> None:  # fmt: skip
+    """Raise ArgumentTypeError unless the value is a number, ValueError unless it is in the range.
+
+    integer    a whole number; booleans are none
+    positive   above 0;  least: at least;  most: at most;  below: less than
+    """
+    kind = "an integer" if integer else "a number"
+    if integer:
+        right = hasattr(type(value), "__index__") and not isinstance(value, (bool, Tensor))
+    else:
+        right = isinstance(value, Real) and not isinstance(value, bool)
+    bounds = [f"of at least {least}"] if least is not None else []
+    bounds += [f"of at most {most}"] if most is not None else []
+    bounds += [f"below {below}"] if below is not None else []
+    wanted = " ".join([f"a positive {kind.split()[1]}" if positive else kind, " and ".join(bounds)]).strip()
+    if not right:
+        quoted = " without quotes" if isinstance(value, str) and value.strip(" +-").replace(".", "").isdigit() else ""
+        raise ArgumentTypeError(f"{name} must be {wanted}, got {show(value)}{f'; write it{quoted}' if quoted else ''}")
+    number: Any = value
+    inside = number > 0 if positive else number >= float("-inf")  # NaN is not inside
+    inside = inside and (least is None or number >= least) and (most is None or number <= most)
+    if not inside or (below is not None and number >= below):
+        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+
+
+def check_choice(name: str, value: object, known: Sequence[str]) -> None:
+    """Raise ValueError unless the value is one of the known words."""
+    if value not in known:
+        guess = did_you_mean(value, known, 1, 0.6)
+        raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}{guess}")
+
+
+def check_bytes(name: str, value: object) -> None:
+    """Raise unless the value is a positive number of bytes."""
+    check_number(name, value, integer=True, positive=True)
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+# What a parameter of this name takes, in every function with @check_arguments; its default is always allowed
+KINDS: dict[str, Check] = {
+    **dict.fromkeys(("model", "float_model", "quantized"), check_model),
+    **dict.fromkeys(("path", "src", "dst", "folder"), check_path),
+    **dict.fromkeys(("names", "imatrix"), check_optional_path),
+    "filter_fn": check_filter,
+    "device": check_device,
+    "dtype": check_dtype,
+    "skip": check_skip,
+    "progress": check_progress,
+    "max_shard_bytes": check_bytes,
+}
+# How a missing argument is explained
+_EXAMPLES = {
+    "config": 'a config such as pw.Int8WeightOnlyConfig(), or a name such as "int8"',
+    "model": "a torch.nn.Module",
+    "batches": "a list of batches",
+    "budget": 'a budget such as "4.25 bpw" or "600 MB"',
+    "path": "the path of a file or folder",
+}
+
+
+# Arguments of configs that are passed to functions with a config
+_OF_CONFIGS = {
+    "group_size": "the group size in its config: pw.Int4WeightOnlyConfig(group_size=64)",
+    "bits": 'the bits in its config: "int4", "int8", pw.IntxWeightOnlyConfig("int3", pw.PerGroup(64))',
+}
+
+
+def check_arguments(**kinds: Check) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a public function: its arguments are checked by the names of its parameters.
+
+    kinds   checks of this function's own parameters, before those in ``KINDS``
+
+    Unknown keywords get a suggestion, missing arguments an example. Raises TypeError for both, and what the checks
+    raise, before the function is called.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature, owner = inspect.signature(function), getattr(function, "__name__", "")
+        checks = {name: check for name, check in {**KINDS, **kinds}.items() if name in signature.parameters}
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = bind(owner, signature, args, kwargs)
+            for name, check in checks.items():
+                if name in given and given[name] is not signature.parameters[name].default:
+                    if check is check_model:
+                        _check_order(name, given)
+                    check(name, given[name])
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def _check_order(name: str, given: Mapping[str, Any]) -> None:
+    """Raise ArgumentTypeError if another argument is the model."""
+    other = next((key for key, value in given.items() if isinstance(value, nn.Module)), name)
+    if not isinstance(given[name], nn.Module) and other != name and KINDS.get(other) is not check_model:
+        raise ArgumentTypeError(
+            f"{name} must be a torch.nn.Module, got {show(given[name])}, while {other} is {show(given[other])}; "
+            "exchange them"
+        )
+
+
+def bind(owner: str, signature: inspect.Signature, args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The given arguments by name. Raises TypeError for an unknown or missing one, with its name and a remedy."""
+    try:
+        return signature.bind(*args, **kwargs).arguments
+    except TypeError:
+        parameters = signature.parameters
+        unknown = [name for name in kwargs if name not in parameters]
+        if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            known = [name for name in parameters if name != "self"]
+            listed = ", ".join(known) if len(known) < 20 else f"{', '.join(known[:18])}, ..."
+            guess = did_you_mean(unknown[0], known, 2, 0.55)
+            if "config" in known and unknown[0] in _OF_CONFIGS:
+                listed = f"{_OF_CONFIGS[unknown[0]]}"
+            raise TypeError(f"{owner} has no argument {unknown[0]!r}{guess}; it takes {listed}") from None
+        missing = [
+            name
+            for name, p in list(parameters.items())[len(args) :]
+            if p.default is p.empty and name not in kwargs and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        if missing:
+            example = _EXAMPLES.get(missing[0], "")
+            raise TypeError(f"{owner} needs {missing[0]}{f': {example}' if example else ''}") from None
+        raise
+
+
+# -- classes -----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _parameters(cls: Any) -> inspect.Signature:
+    """The signature of a class's constructor, without self."""
+    found = inspect.signature(cls.__init__)
+    return found.replace(parameters=[p for name, p in found.parameters.items() if name != "self"])
+
+
+def _checked_field(owner: str, name: str, annotation: object, value: object, dtypes: Sequence[str]) -> None:
+    """Check a value by the annotation of its parameter; annotations without a rule allow everything.
+
+    dtypes: parameters for number formats, which a text in place of a size probably is
+    """
+    base, _, optional = str(annotation).partition(" | ")
+    if value is None and optional == "None":
+        return
+    if optional not in ("", "None"):
+        return
+    what = f"{owner}: {name}"
+    if base == "int":
+        if dtypes and isinstance(value, str) and not value.isdigit():
+            remedy = f"pass formats by keyword: {dtypes[0]}={value!r}"
+            raise ArgumentTypeError(f"{what} must be a positive integer, got {value!r}; {remedy}")
+        check_number(what, value, integer=True, positive=name.endswith("_size"))
+    elif base == "float":
+        if not isinstance(value, Tensor):
+            check_number(what, value)
+    elif base == "torch.dtype":
+        check_dtype(what, value)
+    elif base == "MappingType" and type(value).__name__ != base:
+        members = "pw.MappingType.SYMMETRIC or pw.MappingType.ASYMMETRIC"
+        raise ArgumentTypeError(f"{what} must be a MappingType: {members}, got {show(value)}")
+
+
+class CheckedFields:
+    """Base of classes of options: checks the arguments of the constructor by its annotations, before it runs.
+
+    ``int``, ``float``, ``torch.dtype``, ``MappingType``, each also ``| None``; an int named ``..._size`` is positive.
+    Raises TypeError for an unknown or missing argument, ArgumentTypeError and ValueError for a wrong one.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            made: Any = cls
+            signature = _parameters(made)
+            dtypes = [name for name, p in signature.parameters.items() if p.annotation == "AnyDtype"]
+            for name, value in bind(cls.__name__, signature, args, kwargs).items():
+                parameter = signature.parameters[name]
+                if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                    _checked_field(cls.__name__, name, parameter.annotation, value, dtypes)
+        return super().__new__(cls)
