@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..algorithms.solve import solve
+from ..core.progress import Progress, step
 from ..planning.config_resolution import Filter, PlanError, rules
 from ..planning.configs import AOBaseConfig, FqnToConfig
 from ..planning.configs.aliases import FASTEST, named
@@ -48,6 +49,7 @@ def recommend(
     seconds: float = SECONDS,
     fuse: bool = False,
     filter_fn: Filter | None = None,
+    progress: Progress = None,
 ) -> Recommendation:
     """The fastest config for this model, these inputs and this machine within the bounds.
 
@@ -60,6 +62,7 @@ def recommend(
     fuse            run quantized candidates with :func:`~pennyweight.fuse_`, as the model will be run then
     filter_fn       (module, name) -> whether to quantize it, as for ``quantize_``; default: linear layers. Needed for
                     convolutions. Recommended configs then name the parameters, so quantize_ needs no filter
+    progress        a bar after two seconds by default; False: none; or a function, called with (done, total, name)
 
     A mixed-precision config is tried last: each linear layer and selected convolution gets the fastest config at the
     sizes of its inputs, float included; if the result is too large, float is excluded. Among the candidates within 5 %
@@ -73,10 +76,15 @@ def recommend(
     configs = [named(c) for c in (FASTEST if candidates is None else candidates)]
     if not all(isinstance(c, AOBaseConfig) for c in configs):
         raise ValueError(f"candidates are configs such as Int8WeightOnlyConfig(), got {configs!r}")
-    with torch.inference_mode(False), torch.no_grad():
+    with step("recommend", progress) as told, torch.inference_mode(False), torch.no_grad():
         trial = _Trial(model, example_inputs, max_bytes, max_error, seconds, fuse, filter_fn)
-        found = [trial.floating(), *(trial.run(config) for config in configs)]
+        total = len(configs) + 2  # with float and a mixture
+        found = [trial.floating()]
+        for config in configs:
+            told(len(found), total, str(config))
+            found.append(trial.run(config))
         for config, name in trial.mixtures(found[1:]):
+            told(len(configs) + 1, total, "a mixture")
             found.append(trial.run(config, name))
             if found[-1].fits:
                 break

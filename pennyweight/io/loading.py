@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.progress import Callback, Progress, step
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.repack import prepare
 from ..planning.report import ALGORITHM
@@ -30,6 +31,7 @@ def load(
     names: str | os.PathLike[str] | None = None,
     allow_pickle: bool = False,
     mmap: bool = True,
+    progress: Progress = None,
 ) -> Any:
     """Read a checkpoint of any format :func:`open` supports. Return the model, or the state dict if none is given.
 
@@ -44,12 +46,14 @@ def load(
     allow_pickle   see :func:`open`
     mmap     False: read tensors into their own memory. A mapped file must not be truncated or written in place while
              the model is in use: the process would end by SIGBUS. Replacing the file by a rename is safe
+    progress a bar after two seconds by default; False: none; or a function, called with (done, total, name)
 
     Tensors are memory-mapped copy-on-write, and copied only if a kernel needs its own packing or the device is not the
     CPU. Raises CheckpointError before anything in the model has changed.
     """
     # Parameters made in inference mode could never require grad again.
     with (
+        step("load", progress) as told,
         open_any(path, allow_pickle=allow_pickle, mmap=mmap) as checkpoint,
         torch.inference_mode(False),
         torch.no_grad(),
@@ -72,7 +76,7 @@ def load(
                 "such buffers first, or load with strict=False and fill them after",
             )  # fmt: skip
         source = _match(checkpoint, slots, strict)
-        new = _tensors(checkpoint, slots, source, device, dtype)
+        new = _tensors(checkpoint, slots, source, device, dtype, told)
         _assign(slots, new)
         if checkpoint.algorithm:
             setattr(model_in, ALGORITHM, checkpoint.algorithm)  # for the next save
@@ -125,8 +129,8 @@ def _to(t: Tensor, device: Any, dtype: torch.dtype | None) -> Tensor:
 
 
 def _tensors(
-    c: Opened, slots: dict[str, Slot], source: dict[str, str], device: Any, dtype: torch.dtype | None
-) -> dict[str, Tensor]:
+    c: Opened, slots: dict[str, Slot], source: dict[str, str], device: Any, dtype: torch.dtype | None, told: Callback,
+) -> dict[str, Tensor]:  # fmt: skip
     """New tensors by model name: checked, on the target device, packed; tied names share one object."""
     users: dict[str, list[str]] = {}
     for name, held in source.items():
@@ -145,6 +149,7 @@ def _tensors(
             trains = not quantized and (tensor.is_floating_point() or tensor.is_complex())
             tensor = nn.Parameter(tensor, trains and any(slots[n].tensor.requires_grad for n in names))
         new |= dict.fromkeys(names, tensor)
+        told(len(new), len(source), names[0])
     _keep_ties(c, slots, new)
     return new
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import __version__
+from ..core.progress import Callback
 from .atomic_write import folder_lock, make_folders, remove_left_over, rename_into_place, sync_folder, write_bytes
 from .checkpoint import INDEX, SINGLE, index_bytes
 from .file import CheckpointError
@@ -155,7 +156,7 @@ class Progress:
 _REMEDY = "pass resume=False to start over, or choose another folder"
 
 
-Told = Callable[[int, int, str], None]
+Told = Callback
 
 
 @dataclass

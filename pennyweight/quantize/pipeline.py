@@ -18,6 +18,7 @@ from ..algorithms.calibration.batches import Batches, read
 from ..algorithms.calibration.journal import Journal
 from ..algorithms.calibration.loop import CollectedStatistics, parse_bytes
 from ..algorithms.solve import Solved, solve, stages
+from ..core.progress import Callback, Progress, ignore, step
 from ..core.tensor import AffineQuantizedTensor
 from ..distributed.dtensor import distribute_like, is_dtensor, is_fully_sharded
 from ..planning.config_resolution import Filter, PlanError, Skip, resolve_arguments
@@ -52,7 +53,7 @@ def quantize_(
     on_indivisible: str = "pad",
     measure: bool | Sequence[int] = False,
     on_slower: str = "keep",
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress = None,
     for_: str | None = None,
 ) -> Report:
     """Quantize the model's parameters in place and return a report.
@@ -78,7 +79,7 @@ def quantize_(
     on_indivisible  group sizes that do not divide: "pad" (exact), "largest_divisor", "skip", "error"
     measure         time each linear shape against float on this machine, at these row counts; True: 1 and 64
     on_slower       a layer that is slower than float at one of them: "keep" it and warn, or "skip" it (stays float)
-    progress        called with (done, total, name)
+    progress        a bar after two seconds by default; False: none; or a function, called with (done, total, name)
     for_            "vllm", "vllm-gpu", "llama.cpp", "transformers", "onnxruntime" or "openvino": check before anything
                     is computed that this engine reads every weight, and say from which file format. A scheme that it
                     does not read raises with the layer and a config that it reads
@@ -135,7 +136,7 @@ class Options:
     on_indivisible: str = "pad"
     measure: bool | Sequence[int] = False
     on_slower: str = "keep"
-    progress: Callable[[int, int, str], None] | None = None
+    progress: Progress = None
     for_: str | None = None
 
     @property
@@ -155,10 +156,12 @@ class Pipeline:
 
     def __init__(self, model: nn.Module, config: AOBaseConfig, options: Options) -> None:
         self.model, self.config, self.options = model, config, options
+        self.told: Callback = ignore
 
     def run(self) -> Report:
         # Parameters created in inference mode cannot be used by autograd later.
-        with torch.inference_mode(False), torch.no_grad():
+        progress = self.options.progress
+        with step("quantize_", progress) as self.told, torch.inference_mode(False), torch.no_grad():
             recipe = self._recipe()
             batches = _batches(self.options.calibration, recipe)
             max_ram = None if self.options.max_ram is None else parse_bytes(self.options.max_ram)
@@ -220,8 +223,8 @@ class Pipeline:
             )
         target = _target(todo)
         steps: tuple[Any, ...] = (*recipe.rewrites, *recipe.tuners)
-        for step in steps:
-            step.check(self.model, target, batches)
+        for one in steps:
+            one.check(self.model, target, batches)
 
     def _carry_out(self, todo: Plan, recipe: recipes.Recipe, batches: Batches, max_ram: float | None) -> Report:
         notes: dict[str, list[str]] = {}
@@ -255,7 +258,7 @@ class Pipeline:
         max_ram: float | None, release: Callable[[Tensor | None], None] | None,
     ) -> None:  # fmt: skip
         pairs = {row.name: (row, out) for row, out in zip(todo.rows, report.rows, strict=True) if row.active}
-        total, device, progress = len(pairs), self.options.device, self.options.progress
+        total, device = len(pairs), self.options.device
 
         def finish(name: str, seen: CollectedStatistics | None = None) -> None:
             row, out = pairs.pop(name)
@@ -272,8 +275,7 @@ class Pipeline:
                 if release is not None and row.places[0].get() is not was:
                     release(was)
                 was = row.tensor = None  # frees the float weight before the next is read
-            if progress is not None:
-                progress(total - len(pairs), total, name)
+            self.told(total - len(pairs), total, name)
 
         for name in [name for name, (row, _) in pairs.items() if row.call is not None]:
             finish(name)

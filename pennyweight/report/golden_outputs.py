@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.progress import Progress, step
 from ..io.atomic_write import partial_path, rename_into_place
 from ..io.file import CheckpointError
 from ..io.safetensors_file import Entry, File, Writer, place
@@ -120,6 +121,7 @@ def golden(
     rows: int = ROWS,
     kind: str | None = None,
     quantized: nn.Module | None = None,
+    progress: Progress = None,
 ) -> Golden:
     """Record a model's outputs for a few inputs.
 
@@ -128,6 +130,7 @@ def golden(
     kind       "logits" or "tensor"; default: logits if the output has ``.logits``
     quantized  the model that will be verified, if it is not ``model``: its distance is measured now, and the bound
                allows twice that. Without it, the bound is for the same weights on any machine
+    progress   a bar after two seconds by default; False: none; or a function, called with (done, total, name)
 
     Raises ValueError for inputs that are not tensors, or larger than 1 MiB in all.
     """
@@ -144,8 +147,8 @@ def golden(
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     width = 0
     model = unwrapped(model)
-    with evaluating(model):
-        for batch in some:
+    with step("golden", progress) as told, evaluating(model):
+        for done, batch in enumerate(some, 1):
             output = run_batch(model, batch)
             kind = kind or kind_of_output(output)
             table, counts = _table(output, batch, kind)
@@ -157,6 +160,7 @@ def golden(
             top = (picked.abs() if kind == "tensor" else picked).topk(min(k, width), -1).indices
             values = picked.gather(-1, top).float().clamp(min=torch.finfo(torch.float32).min)
             found.append((at.int(), values.cpu(), top.int().cpu()))
+            told(done, len(some), "")
     assert kind is not None
     if not any(len(at) for at, _, _ in found):
         raise ValueError("there are no rows to store: the masks are all zero")
@@ -164,14 +168,21 @@ def golden(
     made = Golden(kind, tuple(some), at_rows, values_of, indices_of, width, SLACK[kind])
     if quantized is None:
         return made
-    return replace(made, bound=TIMES * verify(quantized, made).figure + SLACK[kind])
+    return replace(made, bound=TIMES * verify(quantized, made, progress=progress).figure + SLACK[kind])
 
 
-def verify(model: nn.Module, expected: Golden | str | os.PathLike[str], bound: float | None = None) -> Verification:
+def verify(
+    model: nn.Module,
+    expected: Golden | str | os.PathLike[str],
+    bound: float | None = None,
+    *,
+    progress: Progress = None,
+) -> Verification:
     """Run a model on golden inputs and compare its outputs.
 
     expected  golden outputs, or their path: a file, or a checkpoint's folder
     bound     of the mean KL in nats (of the relative error for tensors), instead of the stored one
+    progress  a bar after two seconds by default; False: none; or a function, called with (done, total, name)
 
     The KL is over the k stored classes and one class for the rest. It is at most the full KL, and close to it if the
     rest has little mass. Raises ValueError if the model's outputs have another shape.
@@ -180,10 +191,9 @@ def verify(model: nn.Module, expected: Golden | str | os.PathLike[str], bound: f
     model = unwrapped(model)
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     kls, same, signal, noise = [], [], 0.0, 0.0
-    with evaluating(model):
-        for inputs, rows, values, indices in zip(
-            expected.inputs, expected.rows, expected.values, expected.indices, strict=True
-        ):
+    stored = list(zip(expected.inputs, expected.rows, expected.values, expected.indices, strict=True))
+    with step("verify", progress) as told, evaluating(model):
+        for done, (inputs, rows, values, indices) in enumerate(stored, 1):
             table, _ = _table(run_batch(model, _on(inputs, device)), inputs, expected.kind)
             if table.shape[-1] != expected.width or (len(rows) and int(rows.max()) >= len(table)):
                 raise ValueError(
@@ -200,6 +210,7 @@ def verify(model: nn.Module, expected: Golden | str | os.PathLike[str], bound: f
             # for logits the error of the probabilities, which are bounded
             a, b = (x.exp() if expected.kind == "logits" else x for x in (values.double(), ours))
             signal, noise = signal + float(a.square().sum()), noise + float((b - a).square().sum())
+            told(done, len(stored), "")
     top1 = torch.cat(same).double()
     kl = distribution(torch.cat(kls)) if kls else None
     return Verification(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.progress import Progress
 from ..io import loading
 from ..io.config_files import folder_of, read_config, read_side_json
 from ..io.file import CheckpointError
@@ -29,6 +30,7 @@ def load(
     allow_pickle: bool = False,
     mmap: bool = True,
     verify: bool = False,
+    progress: Progress = None,
 ) -> Any:
     """Read a checkpoint of any format; return the model, or the state dict if no model is passed. The other arguments
     are those of :func:`pennyweight.io.load`, which this calls:
@@ -42,8 +44,9 @@ def load(
         raise ValueError("load(verify=True) runs the model; pass one, or leave verify out")
     expected = expected_beside(path) if verify else None  # fail before loading if the file is missing
     loaded = loading.load(
-        path, model, strict=strict, device=device, dtype=dtype, names=names, allow_pickle=allow_pickle, mmap=mmap
-    )
+        path, model, strict=strict, device=device, dtype=dtype, names=names, allow_pickle=allow_pickle, mmap=mmap,
+        progress=progress,
+    )  # fmt: skip
     if expected is not None:
         check(loaded, path, expected)
     return loaded

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...core.formats import UINT2, UINT3, UINT4, UINT5, UINT6
 from ...core.layouts import portable_layout
+from ...core.progress import Callback, Progress, step
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...planning.config_resolution import Filter, PlanError, Skip, resolve_config
@@ -158,7 +159,7 @@ def search(
     held_out: float = 0.25,
     example: Any = None,
     clock: CallTimer | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress = None,
     for_: str | None = None,
     fused: Sequence[Sequence[str]] = (),
 ) -> Search:
@@ -180,6 +181,7 @@ def search(
     clock       timing functions; default: measure on this machine
     for_        an inference engine as for ``quantize_``: only schemes that it reads, and one choice for the parts of
                 each layer that it fuses. Default candidates are then those of its configs that it reads
+    progress    a bar after two seconds by default; False: none; or a function, called with (done, total, name)
     fused       layers that share one choice, by the last part of their names: [("q_proj", "k_proj", "v_proj")]
 
     Each weight is quantized under each candidate with the float model's inputs, and the loss of the model with only
@@ -210,7 +212,7 @@ def search(
         default = (*default, *_ENGINE_CANDIDATES)
     configs = [resolve_config(c) for c in (default if candidates is None else candidates)]
     solving, measuring = losses.split_batches(batches, held_out)
-    with torch.inference_mode(False), torch.no_grad():
+    with step("search", progress) as told, torch.inference_mode(False), torch.no_grad():
         plans = [plan(model, config, filter_fn, skip=skip) for config in configs]
         if for_ is not None:
             plans, configs = _readable(plans, configs, for_, candidates is None)
@@ -233,8 +235,8 @@ def search(
         rows = {name: [row for p in plans for row in p.active if row.name == name] for name in names}
         groups = _groups(names, for_, fused)
         check(merge(_known(rows, configs, took), groups)[0], limit, base)
-        solved = _solve(model, rows, recipe.solver, solving, progress)
-        table = _losses(model, rows, solved, _known(rows, configs, took), measuring, measure, progress)
+        solved = _solve(model, rows, recipe.solver, solving, told)
+        table = _losses(model, rows, solved, _known(rows, configs, took), measuring, measure, told)
         chosen = allocate(table, limit, groups)
         nbytes, total, seconds = totals(table, chosen)
         places = {name: rows[name][0].places for name in names}
@@ -334,7 +336,7 @@ def _config(table: Table, chosen: dict[str, int]) -> FqnToConfig:
 
 
 def _solve(
-    model: nn.Module, rows: dict[str, list[PlanRow]], solver: Any, batches: list[Any], progress: Any
+    model: nn.Module, rows: dict[str, list[PlanRow]], solver: Any, batches: list[Any], told: Callback
 ) -> dict[str, list[AffineQuantizedTensor]]:
     """Quantize each weight under each candidate, with the float model's inputs."""
     solved: dict[str, list[AffineQuantizedTensor]] = {}
@@ -342,8 +344,7 @@ def _solve(
     for names, seen in stages(model, weights, solver, batches, optional=False):
         for name in names:
             solved[name] = [solve(row, solver, seen.get(name)).weight.to_layout(_packed(row)) for row in rows[name]]
-            if progress is not None:
-                progress(len(solved), len(rows), f"solving {name}")
+            told(len(solved), len(rows), f"solving {name}")
     return {name: solved[name] for name in rows}
 
 
@@ -367,7 +368,7 @@ def _weight_only(row: PlanRow) -> bool:
 
 def _losses(
     model: nn.Module, rows: dict[str, list[PlanRow]], solved: dict[str, list[AffineQuantizedTensor]], known: Table,
-    batches: list[Any], measure: losses.Divergence, progress: Any,
+    batches: list[Any], measure: losses.Divergence, told: Callback,
 ) -> Table:  # fmt: skip
     """Measure the loss of the model with one weight replaced, for each weight and each option."""
     expected = losses.references(model, batches)
@@ -381,8 +382,7 @@ def _losses(
             )
             table[name].append(replace(option, nbytes=w.nbytes, loss=max(loss, 0.0)))
         table[name] += known[name][len(options) :]
-        if progress is not None:
-            progress(len(table), len(rows), f"measuring {name}")
+        told(len(table), len(rows), f"measuring {name}")
     return table
 
 
