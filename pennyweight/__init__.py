@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from .core import distributed_hooks
 from .core.errors import ArgumentError
 from .core.fallback import FallbackError, FallbackWarning, fallbacks, reset_fallbacks, strict
 from .core.formats import Format, get_format
 from .core.import_hooks import after_import
+from .core.module_repr import show_weights
 from .core.spec import ActivationSpec, QuantSpec
 from .core.tensor import AffineQuantizedTensor
 
@@ -137,6 +141,9 @@ __all__ = [
     "verify",
 ]
 
+# Records go where the program sends them: without a handler of its own, nowhere
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
 # Tensors and kernels are imported at once, so that a pickled weight loads and runs. The rest is imported at first use,
 # because it would more than double the import time.
 import_module(".kernels", __name__)
@@ -151,6 +158,9 @@ def _register_with_transformers() -> None:
     import_module(".integrations.transformers_entry", __name__).register()
 
 
+# print(model) shows what is quantized; Conv1D has a __repr__ of its own
+show_weights(nn.Module)
+after_import("transformers.pytorch_utils", lambda: show_weights(import_module("transformers.pytorch_utils").Conv1D))
 # from_pretrained reads quantized folders whether this package is imported before or after transformers
 after_import("transformers.quantizers.auto", _register_with_transformers)
 after_import("diffusers.quantizers.auto", lambda: import_module(".integrations.diffusers", __name__))

@@ -32,7 +32,7 @@ ENGINES = {"auto": "onnxruntime", "matmulnbits": "onnxruntime", "qdq": "any of o
 _TABLE = {"linear": "linear", "embedding": "embedding", "values": "values", "input": "convolution"}
 
 
-@dataclass
+@dataclass(repr=False)
 class OnnxReport(Report):
     """Rows of every parameter; ``kernel`` is its ONNX pattern, ``bytes_after`` its size in the file.
 
