@@ -8,7 +8,7 @@ from html import escape
 SHOWN = 30  # rows; the others are folded
 
 _LINE = "1px solid rgba(128,128,128,.35)"
-_CELL = "padding:.2em .7em;background:transparent;color:inherit;vertical-align:top;"
+_CELL = "padding:.2em .7em;background:transparent;color:inherit;vertical-align:top;white-space:pre-line;"
 
 
 def html_table(

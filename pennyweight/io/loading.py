@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,35 @@ from .manifest import Meta
 from .safetensors_file import Entry
 from .state_dict import Slot, meta_buffers, slots_of
 
+Model = TypeVar("Model", bound=nn.Module)
 
+
+@overload
+def load(
+    path: str | os.PathLike[str],
+    model: Model,
+    *,
+    strict: bool = ...,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+    names: str | os.PathLike[str] | None = ...,
+    allow_pickle: bool = ...,
+    mmap: bool = ...,
+    progress: Progress = ...,
+) -> Model: ...
+@overload
+def load(
+    path: str | os.PathLike[str],
+    model: None = ...,
+    *,
+    strict: bool = ...,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+    names: str | os.PathLike[str] | None = ...,
+    allow_pickle: bool = ...,
+    mmap: bool = ...,
+    progress: Progress = ...,
+) -> dict[str, Tensor]: ...
 def load(
     path: str | os.PathLike[str],
     model: nn.Module | None = None,
@@ -32,7 +60,7 @@ def load(
     allow_pickle: bool = False,
     mmap: bool = True,
     progress: Progress = None,
-) -> Any:
+) -> nn.Module | dict[str, Tensor]:
     """Read a checkpoint of any format :func:`open` supports. Return the model, or the state dict if none is given.
 
     model    filled in place; may be on the meta device, quantized or not. The file's tensors replace the model's,

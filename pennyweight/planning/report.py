@@ -254,7 +254,7 @@ class Report:
         for name, rows in _groups(self.quantized, lambda r: r.name if layers else _numberless(r)).items():
             one = rows[0]
             times = [_range(rows, "error", 2)] if error else []
-            times += [", ".join(t.text for t in one.latency)] if speed else []
+            times += ["\n".join(t.text for t in one.latency)] if speed else []
             first = (name, "×".join(map(str, one.shape)), one.scheme if specs else one.short, one.kernel, *_sizes(rows))
             lines.append([*first, _range(rows, "sqnr", 1), *times, one.note])
         for note, rows in _groups(self.skipped, lambda r: r.note).items():

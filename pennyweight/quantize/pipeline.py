@@ -26,8 +26,7 @@ from ..planning.configs import AOBaseConfig
 from ..planning.configs.aliases import algorithm_of
 from ..planning.engines import check_plan
 from ..planning.layer_timing import measure_, row_counts, skip_slower_, warn_slower
-from ..planning.module_handlers import apply_callable, module_nbytes, thaw_classes_
-from ..planning.parameters import places
+from ..planning.module_handlers import apply_callable, module_nbytes
 from ..planning.plan import Plan, PlanRow, check_values, plan
 from ..planning.report import ALGORITHM, Report, Row
 from ..planning.scheme import Scheme
@@ -379,26 +378,3 @@ def _move_rest(module: nn.Module, device: torch.device | str) -> None:
             p.data = p.data.to(device)
     for name, b in module._buffers.items():
         module._buffers[name] = None if b is None else b.to(device)
-
-
-def dequantize_(model: nn.Module) -> Report:
-    """Dequantize every quantized parameter in place; ties are kept. Returns a report.
-
-    A frozen model is thawed first. requires_grad is copied from the quantized parameter (quantize_ leaves it False).
-    """
-    rows = []
-    thaw_classes_(model)
-    with torch.inference_mode(False), torch.no_grad():
-        for where in list(places(model)):
-            w = where[0].get()
-            if not isinstance(w, AffineQuantizedTensor):
-                continue
-            value = nn.Parameter(w.dequantize().contiguous(), requires_grad=w.requires_grad)
-            for place in where:
-                place.set(value)
-            name, kind = where[0].name, type(where[0].module).__name__
-            float_name, note = str(w.dtype).removeprefix("torch."), f"was {w.spec.with_(layout='plain')}"
-            rows.append(Row(name, kind, tuple(w.shape), float_name, "", w.nbytes, value.nbytes, None, note))
-    model.__dict__.pop(ALGORITHM, None)
-    settle_saving_(model)
-    return Report("dequantize_", rows, verb="dequantized")

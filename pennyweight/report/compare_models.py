@@ -197,7 +197,7 @@ class _Probe:
         return Layer(
             pair.name, type(pair.found.module).__name__, tuple(found.shape), pair.scheme, found.numel(),
             stored_bytes(exact), stored_bytes(found), _weight(exact, found), _of(self.alone, pair.name),
-            _of(self.stream, pair.name), self.calls[pair.name], pair.tied,
+            _of(self.stream, pair.name), self.calls[pair.name], pair.tied, pair.short,
         )  # fmt: skip
 
 

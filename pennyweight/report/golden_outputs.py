@@ -17,11 +17,13 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from ..core.frame import FLAG, REAL, TEXT, WHOLE, to_frame
+from ..core.html_table import html_table
 from ..core.progress import Progress, step
 from ..io.atomic_write import partial_path, rename_into_place
 from ..io.file import CheckpointError
@@ -31,6 +33,9 @@ from ..planning.run_batch import run_batch
 from .layers import unwrapped
 from .metrics import Distribution, distribution, ratio
 from .outputs import batches_of, evaluating, floats, kind_of_output, logits_of, mask_of
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 FILE = "golden.safetensors"  # its name in a checkpoint's folder
 ROWS, TOP = 64, 16
@@ -101,6 +106,22 @@ class Verification:
         sign = "<=" if self.ok else f"is {self.figure / self.bound:.3g} times the bound of"
         figure = f"{what} {self.figure:.3g}{unit} {sign} {self.bound:.3g} over {self.rows} rows, top-1 {self.top1:.1%}"
         return f"{'as expected' if self.ok else 'NOT as expected'}: {figure}"
+
+    def to_pandas(self) -> DataFrame:
+        """A data frame with one row: the figures of this result. Raises ImportError without pandas."""
+        types = {"kind": TEXT, "ok": FLAG, "rows": WHOLE, "mean_kl": REAL, "max_kl": REAL, "error": REAL, "top1": REAL,
+                 "bound": REAL}  # fmt: skip
+        kl = (None, None) if self.kl is None else (self.kl.mean, self.kl.max)
+        row = {**vars(self), "ok": self.ok, "mean_kl": kl[0], "max_kl": kl[1]}
+        return to_frame(types, [row])
+
+    def _repr_html_(self) -> str:
+        rows = [["verdict", "as expected" if self.ok else "NOT as expected"]]
+        if self.kl is not None:
+            rows += [["mean KL", f"{self.kl.mean:.3g} nats"], ["maximum KL", f"{self.kl.max:.3g} nats"]]
+        rows += [["relative error", f"{self.error:.3g}"], ["bound", f"{self.bound:.3g}"],
+                 ["top-1 agreement", f"{self.top1:.1%}"], ["rows", f"{self.rows:,}"]]  # fmt: skip
+        return html_table((), rows, title="verification against golden outputs", bold=0)
 
     def check(self) -> Verification:
         """Raise ValueError if the outputs differ from the golden ones by more than the bound. Returns itself."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,39 @@ from ..io.file import CheckpointError
 from ..io.meta_model import fresh_model
 from .golden_outputs import FILE, Golden, Verification, golden, verify
 
+Model = TypeVar("Model", bound=nn.Module)
+
 # -- pw.load -----------------------------------------------------------------------------------------------------------
 
 
+@overload
+def load(
+    path: str | os.PathLike[str],
+    model: Model,
+    *,
+    strict: bool = ...,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+    names: str | os.PathLike[str] | None = ...,
+    allow_pickle: bool = ...,
+    mmap: bool = ...,
+    verify: bool = ...,
+    progress: Progress = ...,
+) -> Model: ...
+@overload
+def load(
+    path: str | os.PathLike[str],
+    model: None = ...,
+    *,
+    strict: bool = ...,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+    names: str | os.PathLike[str] | None = ...,
+    allow_pickle: bool = ...,
+    mmap: bool = ...,
+    verify: bool = ...,
+    progress: Progress = ...,
+) -> dict[str, Tensor]: ...
 def load(
     path: str | os.PathLike[str],
     model: nn.Module | None = None,
@@ -31,7 +61,7 @@ def load(
     mmap: bool = True,
     verify: bool = False,
     progress: Progress = None,
-) -> Any:
+) -> nn.Module | dict[str, Tensor]:
     """Read a checkpoint of any format; return the model, or the state dict if no model is passed. The other arguments
     are those of :func:`pennyweight.io.load`, which this calls:
 
@@ -48,7 +78,8 @@ def load(
         progress=progress,
     )  # fmt: skip
     if expected is not None:
-        check(loaded, path, expected)
+        assert model is not None
+        check(model, path, expected)
     return loaded
 
 

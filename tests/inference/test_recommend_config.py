@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import pennyweight as pw
 from pennyweight.core.tensor import AffineQuantizedTensor
 from pennyweight.inference import Candidate, recommend_config
-from pennyweight.inference.recommend_config import best, fastest_per_layer, verdict
+from pennyweight.inference.recommend_config import fastest_per_layer
+from pennyweight.inference.recommendation import best, verdict
 from pennyweight.kernels.cpu import library
 from pennyweight.planning import layer_timing
 from pennyweight.planning.configs.aliases import FASTEST

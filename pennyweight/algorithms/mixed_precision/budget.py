@@ -33,6 +33,12 @@ class Option:
     nbytes: int
     loss: float
     seconds: float | None = None
+    scheme_short: str = ""  # for tables
+
+    @property
+    def short(self) -> str:
+        """The scheme in as few words as a table has room for."""
+        return self.scheme_short or self.scheme
 
 
 Table = dict[str, list[Option]]  # by parameter

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,21 +15,19 @@ from ...core.progress import Callback, Progress, step
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...planning.config_resolution import Filter, PlanError, Skip, resolve_config
-from ...planning.configs import AOBaseConfig, FqnToConfig, SpecConfig
+from ...planning.configs import AOBaseConfig, SpecConfig
 from ...planning.configs.aliases import FASTEST, by_name
-from ...planning.configs.files import write_config
-from ...planning.configs.serialize import config_to_data
 from ...planning.engines import FUSED, check_plan, engine_of, fused_groups
 from ...planning.plan import Plan, PlanRow, plan
-from ...planning.report import size
 from ...planning.run_batch import run_batch
 from .. import recipe as recipes
 from ..calibration.batches import read
 from ..calibration.block_order import inference_mode
 from ..solve import solve, stages
 from ..tuners import losses
-from .budget import Base, Budget, Option, Table, allocate, check, duration, is_latency, limits, merge, parts, totals
+from .budget import Base, Budget, Option, Table, allocate, check, is_latency, limits, merge, parts, totals
 from .latency import CallTimer, LayerTimes, layer_times
+from .search_result import Search, config_of, whole_seconds
 
 __all__ = ["CANDIDATES", "CallTimer", "Option", "Search", "allocate", "search"]
 
@@ -41,109 +37,6 @@ CANDIDATES: tuple[AOBaseConfig, ...] = tuple(
 )
 # Also tried with for_: schemes of engines' files
 _ENGINE_CANDIDATES = tuple(by_name(*some) for some in (("w4a16",), ("w4a16", 32), ("q4_0",), ("q8_0",), ("w8a8",)))
-
-
-@dataclass(frozen=True)
-class Search:
-    """Result of :func:`search`.
-
-    config      ready for ``quantize_``; a plain FqnToConfig that can be read, saved (:meth:`save`) and edited
-    predicted   predicted loss of the model: the sum of its layers' losses times ``interaction``
-    interaction measured loss of the chosen allocation divided by the sum of its layers' losses
-    bits        per weight of the quantized layers, metadata included
-    table       options by parameter
-    uniform     (config, bits per weight, sum of losses) of each candidate applied to all weights
-    base        reference values of budgets
-    seconds     of one call of the quantized model; None without a latency budget
-    fused       names of the parameters that share one choice, a tuple for each group
-    """
-
-    config: FqnToConfig
-    predicted: float
-    interaction: float
-    bits: float
-    nbytes: int
-    chosen: dict[str, int]
-    table: Table = field(repr=False)
-    uniform: list[tuple[str, float, float]] = field(default_factory=list)
-    metric: str = "kl"
-    base: Base = field(default_factory=lambda: Base(0, 0))
-    seconds: float | None = None
-    fused: tuple[tuple[str, ...], ...] = ()
-
-    @property
-    def speed(self) -> float | None:
-        """Speed relative to the float model; None without a latency budget."""
-        return None if self.seconds is None or self.base.seconds is None else self.base.seconds / self.seconds
-
-    def within(self, budget: Budget) -> Search:
-        """The best allocation within another budget, from the same measurements, without running the model. Keeps the
-        ``interaction`` of this result. Raises PlanError as :func:`search` does, and for a latency budget if this search
-        had none, because nothing was timed."""
-        limit = limits(budget, self.base)
-        check(merge(self.table, self.fused)[0], limit, self.base)
-        chosen = allocate(self.table, limit, self.fused)
-        nbytes, total, seconds = totals(self.table, chosen)
-        return replace(
-            self, config=_config(self.table, chosen), predicted=total * self.interaction,
-            bits=8 * nbytes / self.base.numel, nbytes=nbytes, chosen=chosen, seconds=_whole(self.base, seconds),
-        )  # fmt: skip
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """The config as JSON (see PennyweightConfig) with the table of options."""
-        table = {
-            name: [{"scheme": o.scheme, "nbytes": o.nbytes, "loss": o.loss, "seconds": o.seconds,
-                    "chosen": i == self.chosen[name]} for i, o in enumerate(options)]
-            for name, options in self.table.items()
-        }  # fmt: skip
-        data = {
-            "version": 1, "config": config_to_data(self.config), "bits": self.bits, "nbytes": self.nbytes,
-            "metric": self.metric, "predicted": self.predicted, "interaction": self.interaction,
-            "seconds": self.seconds, "float_seconds": self.base.seconds, "table": table,
-        }  # fmt: skip
-        return json.dumps(data, indent=indent)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the config to a .yaml or .json file, for ``pw.quantize_(model, path)`` and ``--config path``."""
-        write_config(self.config, path)
-
-    def front(self, points: int = 12) -> list[tuple[float, float]]:
-        """(bits per weight, predicted loss) of the best allocations from the smallest to the largest size, ignoring
-        latency."""
-        merged = merge(self.table, self.fused)[0]
-        least = sum(min(o.nbytes for o in options) for options in merged.values())
-        most = sum(max(o.nbytes for o in options) for options in merged.values())
-        found = []
-        for i in range(points):
-            limit = least + (most - least) * i / max(1, points - 1)
-            chosen = allocate(self.table, limit, self.fused)
-            nbytes, loss, _ = totals(self.table, chosen)
-            found.append((8 * nbytes / self.base.numel, loss * self.interaction))
-        return found
-
-    def __str__(self) -> str:
-        from io import StringIO
-
-        from rich.console import Console
-        from rich.table import Table as Drawn
-        from rich.text import Text
-
-        title = f"{self.bits:.3f} bits per weight, {size(self.nbytes)}; predicted {self.metric} {self.predicted:.3g}"
-        if self.seconds is not None:
-            title += f"; {duration(self.seconds)} per call, {self.speed:.2f}x the speed of float"
-        timed = ("time",) if self.seconds is not None else ()
-        table = Drawn(title=title, title_justify="left")
-        for name in ("parameter", "chosen", "bytes", *timed, self.metric, "others"):
-            left = name in ("parameter", "chosen", "others")
-            table.add_column(name, justify="left" if left else "right", overflow="fold")
-        for name, options in self.table.items():
-            one = options[self.chosen[name]]
-            rest = ", ".join(f"{o.scheme.split('[')[0]} {o.loss:.2g}" for o in options if o is not one)
-            took = [duration(one.seconds or 0.0)] if timed else []
-            table.add_row(*map(Text, (name, one.scheme, size(one.nbytes), *took, f"{one.loss:.2g}", rest)))
-        out = StringIO()
-        Console(file=out, width=120).print(table)
-        return out.getvalue()
 
 
 def search(
@@ -251,8 +144,8 @@ def search(
     ]  # fmt: skip
     label = "loss" if callable(metric) else next(name for name, fn in losses.NAMED.items() if fn is measure)
     return Search(
-        _config(table, chosen), total * interaction, interaction, 8 * nbytes / base.numel, nbytes, chosen, table,
-        uniform, label, base, _whole(base, seconds), groups,
+        config_of(table, chosen), total * interaction, interaction, 8 * nbytes / base.numel, nbytes, chosen, table,
+        uniform, label, base, whole_seconds(base, seconds), groups,
     )  # fmt: skip
 
 
@@ -307,17 +200,13 @@ def _base(model: nn.Module, whole: Plan, took: LayerTimes | None) -> Base:
     return Base(numel, rest) if took is None else Base(numel, rest, took.whole, took.rest)
 
 
-def _whole(base: Base, seconds: float | None) -> float | None:
-    return None if seconds is None else seconds + base.rest_seconds
-
-
 def _known(rows: dict[str, list[PlanRow]], configs: list[AOBaseConfig], took: LayerTimes | None) -> Table:
     """The options of each weight with everything known before solving; with timings the last option keeps the weight in
     float."""
     table: Table = {}
     for name, some in rows.items():
         table[name] = [
-            Option(config, _text(row), _nbytes(row), 0.0, None if took is None else took.options[name][i])
+            Option(config, _text(row), _nbytes(row), 0.0, None if took is None else took.options[name][i], _short(row))
             for i, (row, config) in enumerate(zip(some, configs, strict=True))
         ]
         if took is not None:
@@ -329,10 +218,6 @@ def _nbytes(row: PlanRow) -> int:
     assert row.scheme is not None
     assert row.site is not None
     return row.scheme.nbytes(row.site.shape, _packed(row))
-
-
-def _config(table: Table, chosen: dict[str, int]) -> FqnToConfig:
-    return FqnToConfig({name: table[name][i].config for name, i in chosen.items()})
 
 
 def _solve(
@@ -350,6 +235,10 @@ def _solve(
 
 def _text(row: PlanRow) -> str:
     return "" if row.scheme is None else row.scheme.describe()
+
+
+def _short(row: PlanRow) -> str:
+    return "" if row.scheme is None else row.scheme.shorten()
 
 
 def _packed(row: PlanRow) -> str:
