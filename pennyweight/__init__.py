@@ -1,5 +1,13 @@
 # ruff: noqa: F405
-"""Pennyweight: quantization of PyTorch models."""
+"""Pennyweight: quantization of PyTorch models.
+
+What happens is recorded by :mod:`logging`, under loggers of the modules' names: INFO for what a function did (quantized
+layers, kernel library, fallbacks to dequantized weights, resumed runs, loaded and saved files), DEBUG for each layer.
+Nothing is shown unless the program asks for it::
+
+    logging.basicConfig()
+    logging.getLogger("pennyweight").setLevel(logging.INFO)
+"""
 
 from __future__ import annotations
 

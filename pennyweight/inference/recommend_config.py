@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from .fuse_conv_net import FusedConvNet
 from .plan_conv_chains import quantized
 from .recommendation import BUSY, Candidate, Recommendation, best, counted, verdict
 
+_LOG = logging.getLogger(__name__)
 SECONDS = 0.5  # to time one candidate against float
 TURN = 0.05  # seconds of consecutive calls of one model, so that a model that fits into a cache stays there, as in use
 TRIES = 3  # repeated timings of one candidate on a busy machine
@@ -86,6 +88,7 @@ def recommend(
             if found[-1].fits:
                 break
     chosen = best(found)
+    _LOG.info("recommend: %s of %d candidates", None if chosen is None else chosen.name, len(found))
     return Recommendation(chosen, found, verdict(chosen, found, max_bytes, max_error), torch.get_num_threads())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any, TypeVar, overload
 
@@ -20,6 +21,7 @@ from .manifest import Meta
 from .safetensors_file import Entry
 from .state_dict import Slot, meta_buffers, slots_of
 
+_LOG = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -109,6 +111,8 @@ def load(
         if checkpoint.algorithm:
             setattr(model_in, ALGORITHM, checkpoint.algorithm)  # for the next save
         settle_saving_(model_in)
+        quantized = sum(isinstance(t, AffineQuantizedTensor) for t in new.values())
+        _LOG.info("load: %d tensors, %d of them quantized, from %s (%s)", len(new), quantized, path, checkpoint.format)
         return model
 
 

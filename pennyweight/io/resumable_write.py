@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -157,6 +158,7 @@ _REMEDY = "pass resume=False to start over, or choose another folder"
 
 
 Told = Callback
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -294,6 +296,8 @@ def _begin(job: Job, dst: str, resume: bool, progress: Progress, stack: ExitStac
             os.unlink(progress.path)
         raise
     job.side(dst)
+    if progress.done:
+        _LOG.info("resume: %d of %d files of %s were complete", len(progress.done), len(names), dst)
     return progress.done
 
 

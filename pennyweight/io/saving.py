@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from .replace_checkpoint import replace_checkpoint
 from .safetensors_file import Writer, place
 from .state_dict import Item, items, metadata_of, slots_of
 
+_LOG = logging.getLogger(__name__)
 MAX_SHARD_BYTES = 4 * 1000**3  # 4 GB: below the limits of FAT and most upload tools
 
 
@@ -84,6 +86,7 @@ def _counting(some: Sequence[Item], progress: Progress) -> Iterator[Callable[[It
 
     with step("save", progress) as told:
         yield wrote
+    _LOG.info("save: %d tensors, %d bytes", len(some), sum(item.nbytes for item in some))
 
 
 def algorithm_of(model: Any) -> dict[str, str]:

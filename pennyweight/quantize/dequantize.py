@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
 
@@ -11,6 +13,8 @@ from ..planning.module_handlers import thaw_classes_
 from ..planning.parameters import places
 from ..planning.report import ALGORITHM, Report, Row
 from .save_pretrained import settle_saving_
+
+_LOG = logging.getLogger(__name__)
 
 
 def dequantize_(model: nn.Module) -> Report:
@@ -33,4 +37,6 @@ def dequantize_(model: nn.Module) -> Report:
             rows.append(Row(name, kind, tuple(w.shape), float_name, "", w.nbytes, value.nbytes, None, note))
     model.__dict__.pop(ALGORITHM, None)
     settle_saving_(model)
-    return Report("dequantize_", rows, verb="dequantized")
+    report = Report("dequantize_", rows, verb="dequantized")
+    _LOG.info("dequantize_: %d parameters are plain tensors again", len(rows))
+    return report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -33,6 +34,7 @@ from ..planning.scheme import Scheme
 from .rollback import ModelSnapshot
 from .save_pretrained import settle_saving_
 
+_LOG = logging.getLogger(__name__)
 ON_SLOWER = ("keep", "skip")
 
 
@@ -116,6 +118,8 @@ def quantize_(
     report = (config.pipeline or Pipeline)(model, config, options).run()
     if not dry_run:
         settle_saving_(model, config)
+        if _LOG.isEnabledFor(logging.INFO):
+            _LOG.info("quantize_: %s: %s", report.config, report.summary())
     return report
 
 
@@ -266,6 +270,7 @@ class Pipeline:
                 out.type, out.bytes_after = type(new).__name__, _nbytes_after(new, row)
             else:
                 kept = None if journal is None else journal.get(name)
+                _LOG.debug("%s: %s", name, "taken from the interrupted run" if kept is not None else row.scheme)
                 solved = solve(row, recipe.solver, seen, device) if kept is None else Solved(*kept)
                 if journal is not None and kept is None:
                     journal.put(name, tuple(solved))

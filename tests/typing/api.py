@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=true, reportUnknownArgumentType=true, reportUnknownVariableType=true
-"""What the public functions return, as type checkers see it: no Any, nothing unknown. Checked by basedpyright, not run."""
+"""What the public functions return, as type checkers see it: nothing is unknown. Checked by scripts/check, not run."""
 
 from collections.abc import Sequence
 from typing import assert_type

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,7 @@ from .search_result import Search, config_of, whole_seconds
 
 __all__ = ["CANDIDATES", "CallTimer", "Option", "Search", "allocate", "search"]
 
+_LOG = logging.getLogger(__name__)
 CANDIDATES: tuple[AOBaseConfig, ...] = tuple(
     SpecConfig(QuantSpec(fmt, (group,), torch.float16, zero_point=fmt))
     for fmt, group in ((UINT2, 64), (UINT3, 128), (UINT4, 128), (UINT5, 128), (UINT6, 128))
@@ -142,6 +144,7 @@ def search(
          sum(t[i].loss for t in table.values()))
         for i in range(len(configs))
     ]  # fmt: skip
+    _LOG.info("search: %d weights, %.3f bits per weight", len(names), 8 * nbytes / base.numel)
     label = "loss" if callable(metric) else next(name for name, fn in losses.NAMED.items() if fn is measure)
     return Search(
         config_of(table, chosen), total * interaction, interaction, 8 * nbytes / base.numel, nbytes, chosen, table,
