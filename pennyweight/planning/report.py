@@ -160,7 +160,8 @@ class Report:
         q, s = len(self.quantized), len(self.skipped)
         before, after = self.bytes_before, self.bytes_after
         line = f"{q} parameters {self.verb}, {s} left alone; {size(before)} -> {size(after)}"
-        line += f" ({before / after:.2f}x smaller)" if after and before >= after else ""
+        if after and before >= after:
+            line += f" ({before / after:.2f}x smaller)" if before >= 1.005 * after else " (same size)"
         return line + (f"; {len(self.slower)} are slower than float here" if self.slower else "")
 
     def to_dict(self) -> dict[str, Any]:
@@ -306,6 +307,12 @@ def relative_speed(ratio: float) -> str:
         return "same speed"
     times = ratio if ratio > 1 else 1 / ratio
     return f"{times:.3g}x {'faster' if ratio > 1 else 'slower'}"
+
+
+def speed_of_float(ratio: float) -> str:
+    """A speed next to the float model's: "1.7x faster than float", "same speed as float"."""
+    text = relative_speed(ratio)
+    return f"{text} {'as' if text == 'same speed' else 'than'} float"
 
 
 def size(n: float) -> str:

@@ -77,7 +77,7 @@ def test_a_budget_of_time(run: Any, writer: Path, text: Path, tmp_path: Path, mo
     assert "faster than float" in result.stderr
     result = run("quantize", writer, tmp_path / "b", "--budget", "1 us", "--latency-tokens", 5, *arguments)
     assert result.exit_code == 2
-    assert "x the speed of float" in result.stderr
+    assert "er than float" in result.stderr
     assert list(dict.fromkeys(shape[:2] for shape in seen)) == [(1, 1), (1, 5)]
     assert not (tmp_path / "b").exists()
 

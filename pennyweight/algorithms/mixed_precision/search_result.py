@@ -13,7 +13,7 @@ from ...core.html_table import html_table
 from ...planning.configs import FqnToConfig
 from ...planning.configs.files import write_config
 from ...planning.configs.serialize import config_to_data
-from ...planning.report import relative_speed, size
+from ...planning.report import size, speed_of_float
 from .budget import Base, Budget, Table, allocate, check, duration, limits, merge, totals
 
 if TYPE_CHECKING:
@@ -115,9 +115,7 @@ class Search:
         """One line."""
         text = f"{self.bits:.3f} bits per weight, {size(self.nbytes)}; predicted {self.metric} {self.predicted:.3g}"
         if self.seconds is not None and self.speed is not None:
-            text += f"; {duration(self.seconds)} per call, {relative_speed(self.speed)} than float".replace(
-                "same speed than", "same speed as"
-            )
+            text += f"; {duration(self.seconds)} per call, {speed_of_float(self.speed)}"
         return text
 
     def __repr__(self) -> str:
