@@ -1,8 +1,17 @@
 # ruff: noqa: F405
-"""Pennyweight: quantization of PyTorch models."""
+"""Pennyweight: quantization of PyTorch models.
+
+What happens is recorded by :mod:`logging`, under loggers of the modules' names: INFO for what a function did (quantized
+layers, kernel library, fallbacks to dequantized weights, resumed runs, loaded and saved files), DEBUG for each layer.
+Nothing is shown unless the program asks for it::
+
+    logging.basicConfig()
+    logging.getLogger("pennyweight").setLevel(logging.INFO)
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from importlib import import_module
@@ -135,6 +144,9 @@ __all__ = [
     "unflatten",
     "verify",
 ]
+
+# Records go where the program sends them: without a handler of its own, nowhere
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 # What `import pennyweight` imports at once is in startup.py. The rest is imported at first use, because it would more
 # than double the import time.

@@ -10,9 +10,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from torch import nn
+
 from . import kernels  # noqa: F401
 from .core import distributed_hooks
 from .core.import_hooks import after_import
+from .core.module_repr import show_weights
 
 _PACKAGE = __package__ or "pennyweight"
 
@@ -47,6 +50,9 @@ def _register_model_libraries() -> None:
     LIBRARIES.append(Library("diffusers.models.modeling_utils", "ModelMixin", adapter("diffusers")))
 
 
+# print(model) shows what is quantized; Conv1D has a __repr__ of its own
+show_weights(nn.Module)
+after_import("transformers.pytorch_utils", lambda: show_weights(import_module("transformers.pytorch_utils").Conv1D))
 after_import("transformers.quantizers.auto", _register_with_transformers)
 after_import("diffusers.quantizers.auto", lambda: import_module(".integrations.diffusers", _PACKAGE))
 distributed_hooks.load_with(lambda: import_module(".distributed.dispatch", _PACKAGE))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ..core.arguments import check_arguments, did_you_mean, show
 from ..core.errors import ArgumentTypeError
 from ..core.formats import INT8
 from ..core.numerics import decibels
+from ..core.progress import Progress, step
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor, check_finite
 from ..planning.config_resolution import Filter, PlanError
@@ -95,7 +95,7 @@ def sparsify_(
     filter_fn: Filter | None = None,
     damping: float = 0.01,
     spill: str | Path | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress = None,
 ) -> Report:
     """Set a part of the weights to zero, in place, and return a report. The model stays a float model.
 
@@ -129,11 +129,10 @@ def sparsify_(
         nonlocal done
         out[name].sqnr, out[name].note = _apply(todo[name], method, wanted, seen, damping)
         done += 1
-        if progress is not None:
-            progress(done, len(todo), name)
+        told(done, len(todo), name)
 
     left = dict.fromkeys(todo)
-    with torch.no_grad():
+    with step("sparsify_", progress) as told, torch.no_grad():
         if needs:
             weights = {id(row.tensor): name for name, row in todo.items()}
             for names, seen in CalibrationLoop(model, weights, batches, needs, spill).stages():

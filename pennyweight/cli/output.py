@@ -212,18 +212,12 @@ def publish_output(folder: str, out_dir: str) -> None:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[int, int, str], None] | None]:
-    """A progress bar on stderr if that is a terminal, else None."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """The bar of a command on stderr, see core/progress.py. Yields a function to pass as ``progress``."""
+    from ..core.progress import step
 
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total, name: bar.update(task, completed=done, total=total, description=name)
+    with step("", delay=0.5) as told:
+        yield told
 
 
 # -- torchrun, several processes of which rank 0 prints ----------------------------------------------------------------

@@ -74,7 +74,7 @@ def report(
             metavar="N",
             rich_help_panel=MEASURING,
             help="Changes to try for the next steps, each a run of both models; 0 for none. Default: 8, 1 each for "
-            "several models, and no more after a minute or twice the time of the comparison."
+            "several models, and no more after a minute or twice the time of the comparison.",
         ),
     ] = None,
     pareto: Annotated[

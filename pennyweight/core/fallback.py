@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import torch
+
+_LOG = logging.getLogger(__name__)
 _COUNTS: Counter[str] = Counter()
 _WARNED: set[str] = set()
 _STRICT: ContextVar[bool] = ContextVar("pennyweight_strict", default=False)
@@ -58,5 +62,7 @@ def record(op: str, tensor: Any, returns_view: bool = False) -> None:
     _COUNTS[op] += 1
     if op not in _WARNED:
         _WARNED.add(op)
+        if not torch.compiler.is_compiling():
+            _LOG.info("fallback: %s runs on a dequantized copy", where)
         copy = " The result is a copy, not a view: writing to it does not change the weight." if returns_view else ""
         warnings.warn(f"{where} runs on a dequantized copy.{copy}", FallbackWarning, stacklevel=4)

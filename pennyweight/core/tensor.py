@@ -379,6 +379,11 @@ class AffineQuantizedTensor(Tensor):
             text += f", perm=[{self._perm.shape[0]}]"
         return text + (", requires_grad=True)" if self.requires_grad else ")")
 
+    def _repr_html_(self) -> str:
+        from .tensor_html import tensor_html
+
+        return tensor_html(self)
+
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = [n for n in STORED if getattr(self, n) is not None]
         return names, (self.spec, self.act, self.dtype, self.axes, self.readonly, self.requires_grad)

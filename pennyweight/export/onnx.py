@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.arguments import check_arguments
+from ..core.progress import Progress, step
 from ..io.atomic_write import folder_lock, partial_path, rename_into_place, sync_folder
 from ..planning.report import Report, Row
 from . import codes_2d, onnx_patterns
@@ -32,7 +33,7 @@ ENGINES = {"auto": "onnxruntime", "matmulnbits": "onnxruntime", "qdq": "any of o
 _TABLE = {"linear": "linear", "embedding": "embedding", "values": "values", "input": "convolution"}
 
 
-@dataclass
+@dataclass(repr=False)
 class OnnxReport(Report):
     """Rows of every parameter; ``kernel`` is its ONNX pattern, ``bytes_after`` its size in the file.
 
@@ -67,6 +68,7 @@ def export_onnx(
     accuracy_level: int = 1,
     allow_float: bool = False,
     max_inline_bytes: int = INLINE,
+    progress: Progress = None,
 ) -> OnnxReport:
     """Write ``model`` as ONNX and return a report. docs/export_onnx.md lists the patterns and tolerances.
 
@@ -79,6 +81,7 @@ def export_onnx(
     accuracy_level  of MatMulNBits: 1 is float32, 4 lets onnxruntime round inputs to int8, for speed
     allow_float     write weights without a pattern as float32 instead of raising
     max_inline_bytes  above this size weights go to a second file, PATH.data
+    progress        a bar after two seconds by default; False: none; or a function, called with (done, total, name)
 
     The model is not modified, and is run in eval mode. A file at ``path`` is replaced atomically. Raises ValueError
     naming the layer if something cannot be exported, and for a model that is not float32: ``model.float()`` converts it
@@ -93,10 +96,12 @@ def export_onnx(
     if dynamic_shapes is None and dynamic_batch:
         args, kwargs, dynamic_shapes = _free_batch(args, kwargs)
     free, names = _axes(dynamic_shapes, len(args), list(kwargs))
-    with _evaluating(model), _quietly():
+    with step("export_onnx", progress) as told, _evaluating(model), _quietly():
+        told(0, 3, "capturing the graph")
         captured = capture(model, args, kwargs, free)
         cases = [_case(w, style, accuracy_level) for w in captured.weights]
         chosen = [_forms(w, case, allow_float) for w, case in zip(captured.weights, cases, strict=True)]
+        told(1, 3, "translating")
         program = torch.onnx.export(
             captured.program, (), dynamo=True, opset_version=opset, verbose=False, input_names=input_names,
             output_names=output_names, custom_translation_table=translations(),
@@ -104,6 +109,7 @@ def export_onnx(
         assert program is not None
         made = _replace_markers(program.model, cases, chosen, style)
         _name_axes(program.model, names)
+        told(2, 3, "writing")
         files = save(program.model, os.fspath(path), max_inline_bytes)
     graph = program.model.graph
     return OnnxReport(

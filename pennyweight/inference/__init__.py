@@ -5,7 +5,8 @@ from .explain_model import LayerKernel, ModelExplanation, explain
 from .freeze import FrozenLinear, freeze_, thaw_
 from .fuse import FusedBlock, fuse_
 from .fused_linear import together
-from .recommend_config import Candidate, Recommendation, recommend
+from .recommend_config import recommend
+from .recommendation import Candidate, Recommendation
 
 __all__ = [
     "Candidate", "CheckError", "FrozenLinear", "FusedBlock", "LayerKernel", "ModelExplanation", "Recommendation",

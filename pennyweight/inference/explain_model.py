@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..core import fallback
 from ..core.arguments import show
 from ..core.errors import ArgumentTypeError
+from ..core.html_table import html_table
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels import table
 from ..kernels.table import Explanation, case_of, explain_case, op_of
@@ -37,7 +38,7 @@ class LayerKernel:
     note: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ModelExplanation:
     """What runs in a model. Meant to be printed.
 
@@ -50,6 +51,21 @@ class ModelExplanation:
     rows: tuple[LayerKernel, ...]
     unfused: dict[str, int]
 
+    def __repr__(self) -> str:
+        counts = Counter(row.kernel or "float" for row in self.rows)
+        name = str(self.dtype).removeprefix("torch.")
+        return f"<ModelExplanation: inputs in {name}; {', '.join(f'{n} × {k}' for k, n in counts.most_common())}>"
+
+    def _repr_html_(self) -> str:
+        rows = [[row.name, row.op or "-", row.kernel or "float", row.note] for row in self.rows]
+        title = f"inputs in {str(self.dtype).removeprefix('torch.')}"
+        return html_table(("layer", "op", "kernel", "note"), rows, title=title, notes=self._unfused())
+
+    def _unfused(self) -> list[str]:
+        what = " and ".join(f"{kind}s" for kind in ("block", "net") if any(row.op == kind for row in self.rows))
+        calls = ((reason, f"{count} call{'s' * (count > 1)}") for reason, count in self.unfused.items())
+        return [f"not fused in {number} of fused {what}: {reason}" for reason, number in calls]
+
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
         widths = [max((len(getattr(r, part)) for r in self.rows), default=0) for part in ("name", "op", "kernel")]
@@ -57,13 +73,14 @@ class ModelExplanation:
         for row in self.rows:
             cells = zip((row.name, row.op or "-", row.kernel or "float"), widths, strict=True)
             lines.append(f"  {'  '.join(f'{cell:<{max(width, 5)}}' for cell, width in cells)}  {row.note}".rstrip())
-        what = " and ".join(f"{kind}s" for kind in ("block", "net") if any(row.op == kind for row in self.rows))
-        for reason, count in self.unfused.items():
-            lines.append(f"not fused in {count} call{'s' * (count > 1)} of fused {what}: {reason}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._unfused()])
 
 
-def explain(x: Any, w: AffineQuantizedTensor | nn.Module, op: str = "") -> Explanation | ModelExplanation:
+@overload
+def explain(x: Any, w: Tensor, op: str = ...) -> Explanation: ...
+@overload
+def explain(x: Any, w: nn.Module, op: str = ...) -> ModelExplanation: ...
+def explain(x: Any, w: Tensor | nn.Module, op: str = "") -> Explanation | ModelExplanation:
     """What runs for a weight, a layer or a model, and why nothing faster does. Meant to be printed.
 
     x   the input, or its dtype

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.arguments import check_arguments
+from ..core.spec_words import describe, describe_activation, shorten
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.linear import linear
 from ..kernels.table import case_of, select
 from ..planning.module_handlers import thaw_classes_
 from ..planning.parameters import Place, places
 from ..planning.report import Report, Row
-from ..planning.scheme import describe, describe_activation
 
 
 class FrozenLinear(nn.Linear):
@@ -45,13 +45,6 @@ class FrozenLinear(nn.Linear):
             return F.linear(input, w, held["bias"])
         with torch._C.DisableTorchFunctionSubclass():  # as F.linear's handler does
             return linear(input, w, held["bias"], eager=True)
-
-    def extra_repr(self) -> str:
-        w = self._parameters.get("weight")
-        if not isinstance(w, AffineQuantizedTensor):
-            return super().extra_repr()
-        act = "" if w.act is None else f", activation {w.act}"
-        return f"{super().extra_repr()}, weight={w.spec}{act}"
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """As the original layer. A layer that gets an unquantized weight (by ``assign=True``) is thawed."""
@@ -114,9 +107,9 @@ def freeze_(model: nn.Module) -> Report:
         notes += [f"tied: {', '.join(p.name for p in where[1:])}"] if len(where) > 1 else []
         frozen = "" in reasons.values()
         kernel = select("linear", case_of(w)).name if frozen else ""
-        scheme, text = _scheme(w) if frozen else ("", "")
         note = "; ".join([*stays, *notes])
-        rows.append(Row(name, kind, tuple(w.shape), scheme, kernel, size, size, note=note, scheme_text=text))
+        row = Row(name, kind, tuple(w.shape), "", kernel, size, size, note=note)
+        rows.append(with_scheme(row, w) if frozen else row)
     return Report("freeze_", rows, verb="frozen")
 
 
@@ -133,10 +126,12 @@ def _refusal(place: Place, w: AffineQuantizedTensor) -> str:
     return "" if w.axes is None and w.ndim == 2 else "is stored transposed"
 
 
-def _scheme(w: AffineQuantizedTensor) -> tuple[str, str]:
-    """The scheme of a weight, in its compact form and in words."""
-    text = str(w.spec.with_(layout="plain")) + ("" if w.act is None else f" × {w.act}")
-    return text, describe(w.spec) + ("" if w.act is None else f"; {describe_activation(w.act)}")
+def with_scheme(row: Row, w: AffineQuantizedTensor) -> Row:
+    """The row with the scheme of a weight."""
+    row.scheme = str(w.spec.with_(layout="plain")) + ("" if w.act is None else f" × {w.act}")
+    row.scheme_text = describe(w.spec) + ("" if w.act is None else f"; {describe_activation(w.act)}")
+    row.scheme_short = shorten(w.spec, w.act)
+    return row
 
 
 @check_arguments()
@@ -152,7 +147,7 @@ def thaw_(model: nn.Module) -> Report:
         own, size = f"{name}.weight" if name else "weight", int(w.nbytes)
         row = Row(own, type(module).__name__, tuple(w.shape), "", "", size, size)
         if isinstance(w, AffineQuantizedTensor):  # it may have been replaced since
-            row.scheme, row.scheme_text = _scheme(w)
+            with_scheme(row, w)
             row.kernel = select("linear", case_of(w)).name
         rows.append(row)
     return Report("thaw_", rows, verb="thawed")

@@ -21,7 +21,7 @@ from .bound_block import Bound
 from .derive_recipe import derive
 from .detect_changes import attributes, module_classes, own_class, refusal
 from .examples import Observed, candidates, examples, observe, roots
-from .freeze import _scheme, freeze_
+from .freeze import freeze_, with_scheme
 from .fuse_conv_net import FusedConvNet, chained_convolutions, fuse_nets
 from .fused_module import FusedModule, Kind, fuse_class_
 from .recipe import Recipe
@@ -126,7 +126,7 @@ def fuse_(model: nn.Module, example: Any = None) -> Report:
     for row in frozen.rows:
         w = chained.get(id(_parameter(model, row.name)))
         if w is not None and not row.scheme:
-            row.scheme, row.scheme_text = _scheme(w)
+            with_scheme(row, w)
             row.kernel, row.note = "chains", ""
     return Report("fuse_", rows + frozen.rows, verb="fused or frozen", notes=notes)
 

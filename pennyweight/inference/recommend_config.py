@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..algorithms.solve import solve
 from ..core.arguments import check_arguments, check_number
+from ..core.progress import Progress, step
 from ..planning.config_resolution import Filter, PlanError, read_candidates, rules
 from ..planning.configs import AOBaseConfig, FqnToConfig
 from ..planning.configs.aliases import FASTEST
@@ -29,11 +29,11 @@ from ..quantize.pipeline import quantize_
 from .fuse import FusedBlock, fuse_
 from .fuse_conv_net import FusedConvNet
 from .plan_conv_chains import quantized
+from .recommendation import BUSY, Candidate, Recommendation, best, counted, verdict
 
+_LOG = logging.getLogger(__name__)
 SECONDS = 0.5  # to time one candidate against float
 TURN = 0.05  # seconds of consecutive calls of one model, so that a model that fits into a cache stays there, as in use
-# The float model is timed with each candidate; if its times differ by more than this ratio, the machine was busy.
-BUSY = 1.5
 TRIES = 3  # repeated timings of one candidate on a busy machine
 
 Choices = dict[str, tuple[AOBaseConfig, float | None]]  # by parameter: config, and speed relative to float if measured
@@ -50,6 +50,7 @@ def recommend(
     seconds: float = SECONDS,
     fuse: bool = False,
     filter_fn: Filter | None = None,
+    progress: Progress = None,
 ) -> Recommendation:
     """The fastest config for this model, these inputs and this machine within the bounds.
 
@@ -62,6 +63,7 @@ def recommend(
     fuse            run quantized candidates with :func:`~pennyweight.fuse_`, as the model will be run then
     filter_fn       (module, name) -> whether to quantize it, as for ``quantize_``; default: linear layers. Needed for
                     convolutions. Recommended configs then name the parameters, so quantize_ needs no filter
+    progress        a bar after two seconds by default; False: none; or a function, called with (done, total, name)
 
     A mixed-precision config is tried last: each linear layer and selected convolution gets the fastest config at the
     sizes of its inputs, float included; if the result is too large, float is excluded. Among the candidates within 5 %
@@ -81,14 +83,20 @@ def recommend(
             check_number(name, bound, positive=True)
     check_number("seconds", seconds, positive=True)
     configs = read_candidates(candidates, FASTEST)
-    with torch.inference_mode(False), torch.no_grad():
+    with step("recommend", progress) as told, torch.inference_mode(False), torch.no_grad():
         trial = _Trial(model, example_inputs, max_bytes, max_error, seconds, fuse, filter_fn)
-        found = [trial.floating(), *(trial.run(config) for config in configs)]
+        total = len(configs) + 2  # with float and a mixture
+        found = [trial.floating()]
+        for config in configs:
+            told(len(found), total, str(config))
+            found.append(trial.run(config))
         for config, name in trial.mixtures(found[1:]):
+            told(len(configs) + 1, total, "a mixture")
             found.append(trial.run(config, name))
             if found[-1].fits:
                 break
     chosen = best(found)
+    _LOG.info("recommend: %s of %d candidates", None if chosen is None else chosen.name, len(found))
     return Recommendation(chosen, found, verdict(chosen, found, max_bytes, max_error), torch.get_num_threads())
 
 
@@ -137,7 +145,7 @@ class _Trial:
             left = [row for row in report.skipped if not row.shape]  # rows of blocks and nets have no shape
             kinds = ("net" if quantized(model.get_submodule(row.name)) else "block" for row in left)
             reasons = Counter((kind, row.note) for kind, row in zip(kinds, left, strict=True))
-            texts = [f"{_number(n, kind)} not fused: {why}" for (kind, why), n in reasons.most_common()]
+            texts = [f"{counted(n, kind)} not fused: {why}" for (kind, why), n in reasons.most_common()]
             out.unfused = "; ".join([*texts, *report.notes])
         out.nbytes, out.error = _nbytes(model), _error(self.exact, _floats(self.call(model)))
         out.why = self._misfit(out)
@@ -267,145 +275,3 @@ def _error(exact: list[Tensor], found: list[Tensor]) -> float:
         signal += float(a.square().sum())
         noise += float((b - a).square().sum())
     return math.sqrt(noise / signal) if signal and math.isfinite(noise) else (math.inf if noise else 0.0)
-
-
-def _number(n: int, kind: str) -> str:
-    return f"{n} {kind}{'s' * (n > 1)}"
-
-
-# -- the result ------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Candidate:
-    """One config, tried on the whole model. config None: the unchanged model.
-
-    nbytes         of parameters and buffers
-    error          ||y - y_float|| / ||y_float|| over all floating-point outputs for the example; None: not tried
-    seconds        minimum time of one call; float_seconds: that of the unchanged model in the same rounds;
-                   None: not timed, because it is outside the bounds
-    why            the reason if it is outside the bounds or could not be tried
-    fused          blocks that run as one native call, if ``fuse`` was given
-    fused_nets     convolution nets, or parts of one, whose convolutions run as chains, if ``fuse`` was given
-    unfused        why others do not
-    """
-
-    name: str
-    config: AOBaseConfig | None
-    nbytes: int
-    error: float | None = None
-    seconds: float | None = None
-    float_seconds: float | None = None
-    why: str = ""
-    fused: int = 0
-    unfused: str = ""
-    fused_nets: int = 0
-
-    @property
-    def fits(self) -> bool:
-        return not self.why
-
-    @property
-    def note(self) -> str:
-        counts = ((self.fused, "block"), (self.fused_nets, "net"))
-        fused = [f"{_number(n, kind)} fused" for n, kind in counts if n]
-        return self.why or "; ".join([*fused, *filter(None, (self.unfused,))])
-
-    @property
-    def speed(self) -> float | None:
-        """Relative to the unchanged model: above 1 is faster."""
-        return self.float_seconds / self.seconds if self.seconds and self.float_seconds else None
-
-    @property
-    def sqnr(self) -> float | None:
-        """Of the outputs, in dB."""
-        if self.error is None:
-            return None
-        return -20 * math.log10(self.error) if self.error else math.inf
-
-
-@dataclass
-class Recommendation:
-    """The result of :func:`recommend`; print() shows a table. Pass ``config`` to ``quantize_``.
-
-    chosen      None if no candidate is within the bounds
-    candidates  all that were tried, the unchanged model first
-    verdict     one sentence
-    """
-
-    chosen: Candidate | None
-    candidates: list[Candidate] = field(default_factory=list)
-    verdict: str = ""
-    threads: int = 0
-
-    @property
-    def config(self) -> AOBaseConfig | None:
-        """For ``quantize_``; None: leave the model unchanged, or nothing fits, see ``verdict``."""
-        return None if self.chosen is None else self.chosen.config
-
-    def to_dict(self) -> dict[str, Any]:
-        rows = []
-        for c in self.candidates:
-            row = {**asdict(replace(c, config=None)), "config": None if c.config is None else str(c.config)}
-            rows.append({k: "inf" if v == math.inf else v for k, v in row.items()})  # JSON has no infinity
-        chosen = None if self.chosen is None else self.chosen.name
-        return {"version": 1, "chosen": chosen, "verdict": self.verdict, "threads": self.threads, "candidates": rows}
-
-    def to_json(self, indent: int | None = 2) -> str:
-        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
-
-    def __str__(self) -> str:
-        from io import StringIO
-
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        title = f"the whole model, {self.threads} thread{'s' * (self.threads > 1)}"
-        table = Table(title=title, title_justify="left", caption=self.verdict, caption_justify="left")
-        for name in ("", "candidate", "bytes", "error", "SQNR dB", "ms a call", "speed", "note"):
-            table.add_column(name, justify="left" if name in ("", "candidate", "note") else "right", overflow="fold")
-        for c in self.candidates:
-            error, sqnr = ("", "") if c.error is None else (f"{c.error:.2g}", f"{c.sqnr:.1f}")
-            time, speed = ("", "") if c.seconds is None else (f"{c.seconds * 1e3:.3g}", f"{c.speed:.2f}x")
-            cells = ("→" if c is self.chosen else "", c.name, size(c.nbytes), error, sqnr, time, speed, c.note)
-            table.add_row(*map(Text, cells))
-        out = StringIO()
-        Console(file=out, width=120).print(table)
-        return out.getvalue()
-
-
-def best(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The most accurate candidate within the bounds and within 5 % of the fastest. None if none fits."""
-    fitting = [c for c in candidates if c.fits]
-    fastest = max((c.speed or 0 for c in fitting), default=0)
-    near = [c for c in fitting if (c.speed or 0) * NOISE >= fastest]
-    return min(near, key=lambda c: c.error or 0, default=None)
-
-
-def verdict(
-    chosen: Candidate | None, found: Sequence[Candidate], max_bytes: int | None, max_error: float | None
-) -> str:
-    """The recommendation in one sentence, with a warning if the machine was busy."""
-    if chosen is None:
-        bounds = {"max_bytes": max_bytes, "max_error": max_error}
-        asked = " and ".join(f"{name}={value}" for name, value in bounds.items() if value is not None)
-        near = min(found, key=lambda c: _overshoot(c, max_bytes, max_error))
-        return f"nothing fits {asked}; nearest is {near.name}: {near.nbytes} bytes, error {near.error:.2g}"
-    times = [c.float_seconds for c in found if c.float_seconds is not None]
-    if chosen.config is None:
-        text = f"leave the model as it is: nothing else that fits is more than {NOISE - 1:.0%} faster here"
-    else:
-        sizes = f"{size(next(c for c in found if c.config is None).nbytes)} -> {size(chosen.nbytes)}"
-        text = f"{chosen.name}: {chosen.speed:.2f}x the speed, {sizes}, error {chosen.error:.2g} ({chosen.sqnr:.1f} dB)"
-    if max(times) > BUSY * min(times):
-        low, high = (f"{1e3 * t:.3g}" for t in (min(times), max(times)))
-        text += f". The machine was busy (the same model took {low} ms, then {high} ms): measure again"
-    return text
-
-
-def _overshoot(c: Candidate, max_bytes: int | None, max_error: float | None) -> float:
-    """The larger of size and error, relative to their bounds."""
-    if c.error is None:
-        return math.inf
-    return max(c.nbytes / max_bytes if max_bytes else 0.0, c.error / max_error if max_error else 0.0)

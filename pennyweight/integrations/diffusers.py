@@ -25,7 +25,7 @@ from ..io.manifest import VERSION
 from ..io.state_dict import Slot, flatten, slots_of
 from ..kernels.repack import prepare
 from ..planning.configs import AOBaseConfig
-from ..quantize.pipeline import dequantize_
+from ..quantize.dequantize import dequantize_
 
 
 class Method(StrEnum):

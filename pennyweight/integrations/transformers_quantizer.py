@@ -33,7 +33,7 @@ from ..planning.configs import AOBaseConfig
 from ..planning.parameters import Place, places
 from ..planning.plan import Plan, PlanRow, plan
 from ..planning.report import Report, Row
-from ..quantize.pipeline import dequantize_
+from ..quantize.dequantize import dequantize_
 
 
 class PennyweightQuantizer(HfQuantizer):

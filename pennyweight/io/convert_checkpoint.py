@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..core.arguments import check_arguments, did_you_mean
+from ..core.progress import Progress, step
 from ..core.spec import DTYPES
 from ..planning.engines import GGUF, ONNX, Refuses, check_fused, engine_of, refusal, verdict
 from ..planning.report import ALGORITHM, Report, Row
@@ -27,7 +28,7 @@ from .lazy_checkpoint import NEAREST, Opened, StoredTensor
 from .manifest import Meta
 from .meta_model import looks_linear
 from .output_formats import COPIED, EXACT, FLOAT, FLOATS, QUANTIZED, REQUANTIZED, OutputChoice, OutputFormat
-from .resumable_write import Job, Told, carry_out, check_places
+from .resumable_write import Job, carry_out, check_places
 from .safetensors_file import Entry
 from .saving import MAX_SHARD_BYTES, assign_shards
 from .state_dict import Item
@@ -55,7 +56,7 @@ def convert(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     resume: bool = True,
     dry_run: bool = False,
-    progress: Told | None = None,
+    progress: Progress = None,
     for_: str | None = None,
     requantize: bool = False,
 ) -> Report:
@@ -72,6 +73,7 @@ def convert(
     allow_pickle   see :func:`open`
     resume     continue an interrupted run in dst; the result is byte-identical
     dry_run    only plan and validate
+    progress   a bar after two seconds by default; False: none; or a function, called with (done, total, name)
     for_       an inference engine ("vllm", "llama.cpp", ...) in place of ``to``: the file format from which it reads
                most weights exactly. A weight that it does not read raises; see planning/engines.py
     requantize permit rounding a weight again whose codes an algorithm chose (gptq, awq, hqq, ...)
@@ -123,7 +125,8 @@ def convert(
             _check_algorithm(found, lost, "GGUF", requantize)
             if dry_run:
                 return planned
-            report = write_gguf(*options, False, progress, imatrix)
+            with step("convert", progress) as told:
+                report = write_gguf(*options, False, told, imatrix)
             report.notes += [*_order_note(unordered), *_requantized_note(report, {})]
             return report
         check_places(source.files, source.path, dst)
@@ -132,7 +135,8 @@ def convert(
         again = [name for name, choice in chosen.items() if choice.how == REQUANTIZED and not choice.codes]
         _check_algorithm(source, again, target.name, requantize)
         if not dry_run:
-            fill(report, chosen, carry_out(job, dst, resume, progress))
+            with step("convert", progress) as told:
+                fill(report, chosen, carry_out(job, dst, resume, told))
             report.notes += [*_order_note(unordered), *_requantized_note(report, job.noise.changed)]
     return report
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
 from ..core.arguments import check_arguments
+from ..core.progress import Callback, Progress, step
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.repack import prepare
 from ..planning.report import ALGORITHM
@@ -20,7 +22,36 @@ from .manifest import Meta
 from .safetensors_file import Entry
 from .state_dict import Slot, meta_buffers, slots_of
 
+_LOG = logging.getLogger(__name__)
+Model = TypeVar("Model", bound=nn.Module)
 
+
+@overload
+def load(
+    path: str | os.PathLike[str],
+    model: Model,
+    *,
+    strict: bool = ...,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+    names: str | os.PathLike[str] | None = ...,
+    allow_pickle: bool = ...,
+    mmap: bool = ...,
+    progress: Progress = ...,
+) -> Model: ...
+@overload
+def load(
+    path: str | os.PathLike[str],
+    model: None = ...,
+    *,
+    strict: bool = ...,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+    names: str | os.PathLike[str] | None = ...,
+    allow_pickle: bool = ...,
+    mmap: bool = ...,
+    progress: Progress = ...,
+) -> dict[str, Tensor]: ...
 @check_arguments()
 def load(
     path: str | os.PathLike[str],
@@ -32,7 +63,8 @@ def load(
     names: str | os.PathLike[str] | None = None,
     allow_pickle: bool = False,
     mmap: bool = True,
-) -> Any:
+    progress: Progress = None,
+) -> nn.Module | dict[str, Tensor]:
     """Read a checkpoint of any format :func:`open` supports. Return the model, or the state dict if none is given.
 
     model    filled in place; may be on the meta device, quantized or not. The file's tensors replace the model's,
@@ -46,12 +78,14 @@ def load(
     allow_pickle   see :func:`open`
     mmap     False: read tensors into their own memory. A mapped file must not be truncated or written in place while
              the model is in use: the process would end by SIGBUS. Replacing the file by a rename is safe
+    progress a bar after two seconds by default; False: none; or a function, called with (done, total, name)
 
     Tensors are memory-mapped copy-on-write, and copied only if a kernel needs its own packing or the device is not the
     CPU. Raises CheckpointError before anything in the model has changed.
     """
     # Parameters made in inference mode could never require grad again.
     with (
+        step("load", progress) as told,
         open_any(path, allow_pickle=allow_pickle, mmap=mmap) as checkpoint,
         torch.inference_mode(False),
         torch.no_grad(),
@@ -74,11 +108,13 @@ def load(
                 "such buffers first, or load with strict=False and fill them after",
             )  # fmt: skip
         source = _match(checkpoint, slots, strict)
-        new = _tensors(checkpoint, slots, source, device, dtype)
+        new = _tensors(checkpoint, slots, source, device, dtype, told)
         _assign(slots, new)
         if checkpoint.algorithm:
             setattr(model_in, ALGORITHM, checkpoint.algorithm)  # for the next save
         settle_saving_(model_in)
+        quantized = sum(isinstance(t, AffineQuantizedTensor) for t in new.values())
+        _LOG.info("load: %d tensors, %d of them quantized, from %s (%s)", len(new), quantized, path, checkpoint.format)
         return model
 
 
@@ -130,8 +166,8 @@ def _to(t: Tensor, device: Any, dtype: torch.dtype | None) -> Tensor:
 
 
 def _tensors(
-    c: Opened, slots: dict[str, Slot], source: dict[str, str], device: Any, dtype: torch.dtype | None
-) -> dict[str, Tensor]:
+    c: Opened, slots: dict[str, Slot], source: dict[str, str], device: Any, dtype: torch.dtype | None, told: Callback,
+) -> dict[str, Tensor]:  # fmt: skip
     """New tensors by model name: checked, on the target device, packed; tied names share one object."""
     users: dict[str, list[str]] = {}
     for name, held in source.items():
@@ -150,6 +186,7 @@ def _tensors(
             trains = not quantized and (tensor.is_floating_point() or tensor.is_complex())
             tensor = nn.Parameter(tensor, trains and any(slots[n].tensor.requires_grad for n in names))
         new |= dict.fromkeys(names, tensor)
+        told(len(new), len(source), names[0])
     _keep_ties(c, slots, new)
     return new
 

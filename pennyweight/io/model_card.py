@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .. import __version__
+from ..core.spec_words import describe, describe_activation
 from ..kernels.table import op_of
 from ..planning.configs import AOBaseConfig
 from ..planning.configs.serialize import config_from_data
 from ..planning.engines import ENGINES, ONNX, Refuses, verdict
 from ..planning.report import Report, Row, size
-from ..planning.scheme import Scheme, describe, describe_activation
+from ..planning.scheme import Scheme
 from .atomic_write import write_bytes
 from .config_files import CARD, MARK, METHOD, folder_of, read_config
 from .detect_format import open, quantization_of

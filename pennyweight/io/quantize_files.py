@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from ..core.arguments import check_arguments
+from ..core.progress import Progress, step
 from ..core.spec import DTYPES
 from ..planning.config_resolution import Filter, PlanError, Skip, resolve_arguments
 from ..planning.configs import AOBaseConfig
@@ -17,7 +18,7 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .config_files import copy_side_files, quantization_config, read_config
 from .file import CheckpointError
 from .meta_model import outline
-from .resumable_write import Job, Told, carry_out, check_places
+from .resumable_write import Job, carry_out, check_places
 from .saving import MAX_SHARD_BYTES, assign_shards
 from .state_dict import Item
 from .streaming import QuantizationNoise, copy_rows, quantize_rows
@@ -45,7 +46,7 @@ def quantize_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     resume: bool = True,
     dry_run: bool = False,
-    progress: Told | None = None,
+    progress: Progress = None,
     ranks: bool = False,
     for_: str | None = None,
 ) -> Report:
@@ -60,7 +61,7 @@ def quantize_checkpoint(
     max_shard_bytes  maximum size of the output files
     resume           continue an interrupted run in dst; the result is byte-identical
     dry_run          only plan and validate
-    progress         called with (done, total, name)
+    progress         a bar after two seconds by default; False: none; or a function, called with (done, total, name)
     ranks            called on every rank of torch.distributed; each writes its share of the files. The result is
                      byte-identical to that of one process. If one rank fails or dies, all raise
 
@@ -84,7 +85,8 @@ def quantize_checkpoint(
             decided.report.notes.append(check_plan(decided.plan.rows, for_))
         check_places([file.path for file in source.files], source.path, dst)
         if not dry_run:
-            _fill_report(decided, carry_out(decided.job, dst, resume, progress, ranks))
+            with step("quantize_checkpoint", progress) as told:
+                _fill_report(decided, carry_out(decided.job, dst, resume, told, ranks))
     return decided.report
 
 

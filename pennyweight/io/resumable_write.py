@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import __version__
+from ..core.progress import Callback
 from .atomic_write import folder_lock, make_folders, remove_left_over, rename_into_place, sync_folder, write_bytes
 from .checkpoint import INDEX, SINGLE, index_bytes
 from .file import CheckpointError
@@ -155,7 +157,8 @@ class Progress:
 _REMEDY = "pass resume=False to start over, or choose another folder"
 
 
-Told = Callable[[int, int, str], None]
+Told = Callback
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -293,6 +296,8 @@ def _begin(job: Job, dst: str, resume: bool, progress: Progress, stack: ExitStac
             os.unlink(progress.path)
         raise
     job.side(dst)
+    if progress.done:
+        _LOG.info("resume: %d of %d files of %s were complete", len(progress.done), len(names), dst)
     return progress.done
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from ..core.arguments import check_arguments, check_storable
+from ..core.progress import Progress, step
 from ..planning.report import ALGORITHM
 from .atomic_write import make_folders, partial_path, remove_left_over, rename_into_place, write_bytes
 from .config_files import marked_config
@@ -17,6 +20,7 @@ from .replace_checkpoint import replace_checkpoint
 from .safetensors_file import Writer, place
 from .state_dict import Item, items, metadata_of, slots_of
 
+_LOG = logging.getLogger(__name__)
 MAX_SHARD_BYTES = 4 * 1000**3  # 4 GB: below the limits of FAT and most upload tools
 
 
@@ -27,12 +31,14 @@ def save(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     metadata: Mapping[str, str] | None = None,
+    progress: Progress = None,
 ) -> None:
     """Write a model or a state dict in the format of docs/format.md.
 
     path             a folder, or one file if it ends in .safetensors; folders are created if missing
     max_shard_bytes  maximum size of each file in a folder; several files get an index
     metadata         your own strings, stored in each file
+    progress         a bar after two seconds by default; False: none; or a function, called with (done, total, name)
 
     The write is atomic: readers see either the old or the new checkpoint, also after a crash. Files are written to a
     staging folder and, when all are complete, renamed to names that no older checkpoint has, the index last; then files
@@ -60,17 +66,17 @@ def save(
         some = items(state_dict)
         if path.endswith(".safetensors"):
             folder, name = os.path.split(path)
-            with make_folders(folder), partial_path(folder, name) as stage:
+            with _counting(some, progress) as wrote, make_folders(folder), partial_path(folder, name) as stage:
                 temp = os.path.join(stage, name)
-                write_shard(temp, some, metadata_of(some, metadata))
+                write_shard(temp, some, metadata_of(some, metadata), wrote)
                 rename_into_place(temp, path)
             return
         shards = assign_shards(some, max_shard_bytes)
         config = marked_config(path) if any(item.meta is not None for item in some) else None
-        with make_folders(path), partial_path(path, "model") as stage:
+        with _counting(some, progress) as wrote, make_folders(path), partial_path(path, "model") as stage:
             temps = [os.path.join(stage, str(i)) for i in range(len(shards))]
             for temp, shard in zip(temps, shards, strict=True):
-                write_shard(temp, shard, metadata_of(shard, metadata))
+                write_shard(temp, shard, metadata_of(shard, metadata), wrote)
             holds = [[stored for item in shard for stored in item.stored] for shard in shards]
             total = sum(item.nbytes for item in some)
             replace_checkpoint(path, stage, temps, holds, total)
@@ -79,6 +85,21 @@ def save(
             write_bytes(os.path.join(path, "config.json"), config)
     except CheckpointError as e:
         raise CheckpointError(path, e.tensor, e.reason) from e
+
+
+@contextmanager
+def _counting(some: Sequence[Item], progress: Progress) -> Iterator[Callable[[Item], None]]:
+    """A function to call after each written item, which shows it."""
+    done = 0
+
+    def wrote(item: Item) -> None:
+        nonlocal done
+        done += 1
+        told(done, len(some), item.name)
+
+    with step("save", progress) as told:
+        yield wrote
+    _LOG.info("save: %d tensors, %d bytes", len(some), sum(item.nbytes for item in some))
 
 
 def algorithm_of(model: Any) -> dict[str, str]:

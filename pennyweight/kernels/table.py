@@ -189,7 +189,7 @@ def case_of(w: AffineQuantizedTensor, dtype: torch.dtype | None = None) -> Case:
     return Case(w.spec, w.act, shape, dtype or w.dtype, w.device.type, w._perm is not None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """Every row of the table for one case, with its verdict. Meant to be printed."""
 
@@ -197,6 +197,19 @@ class Explanation:
     case: Case
     rows: tuple[tuple[str, int, str], ...]  # name, rank, verdict
     row_independent: bool | str = True  # of the selected kernel; see the function of this name
+
+    def __repr__(self) -> str:
+        runs = next((name for name, _, verdict in self.rows if verdict == "RUNS"), "nothing")
+        return f"<Explanation: {runs} runs {self.op}: {self.case}>"
+
+    def _repr_html_(self) -> str:
+        from ..core.html_table import html_table
+
+        rows = [[name, str(rank), verdict] for name, rank, verdict in self.rows]
+        runs = next((i for i, row in enumerate(rows) if row[2] == "RUNS"), None)
+        note = str(self).splitlines()[1 + len(rows) :]
+        title = f"{self.op}: {self.case}"
+        return html_table(("kernel", "rank", "verdict"), rows, title=title, notes=note, right=("rank",), bold=runs)
 
     def __str__(self) -> str:
         width = max((len(name) for name, _, _ in self.rows), default=0)

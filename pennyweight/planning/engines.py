@@ -15,10 +15,11 @@ from typing import Any
 from ..core import blocks
 from ..core.arguments import did_you_mean
 from ..core.spec import ActivationSpec, QuantSpec
+from ..core.spec_words import describe, describe_activation
 from .config_resolution import PlanError
 from .parameters import is_linear
 from .plan import PlanRow
-from .scheme import Scheme, describe, describe_activation
+from .scheme import Scheme
 
 CT, GPTQ, GPTQ2, AWQ, FP8, GGUF, ONNX = "compressed-tensors", "gptq", "gptq_v2", "awq", "fp8", "gguf", "onnx"
 

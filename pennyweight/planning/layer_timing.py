@@ -20,7 +20,7 @@ from ..core.tensor import AffineQuantizedTensor
 from .config_resolution import PlanError
 from .parameters import kind_of
 from .plan import Plan, PlanRow
-from .report import Latency
+from .report import Latency, relative_speed
 from .run_batch import user_level
 
 ROWS = (1, 64)  # one token, and a short prompt or batch: a scheme may be faster at one and slower at the other
@@ -151,8 +151,8 @@ def skip_slower_(plan: Plan) -> None:
     """Remove the scheme of each layer that was measured to be slower, with the reason as its note."""
     for row in plan.active:
         slower = [t for t in row.latency if t.slower]
-        if slower:
-            row.note = f"left unquantized: {row.scheme} with {row.kernel} is slower here, {_text(slower)}"
+        if slower and row.scheme is not None:
+            row.note = f"left unquantized: {row.scheme.shorten()} with {row.kernel} is {_text(slower)} here"
             row.scheme, row.kernel, row.layout, row.bytes_after = None, "", "plain", row.bytes_before
 
 
@@ -164,17 +164,20 @@ def warn_slower(plan: Plan) -> None:
             alike.setdefault((_key(row), row.latency), []).append(row)
     for rows in alike.values():
         one = rows[0]
+        assert one.scheme is not None
         names = ", ".join(r.name for r in rows[:3]) + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
         warnings.warn(
-            f"{names}: {list(one.shape)} as {one.scheme} with {one.kernel} is slower than float here, "
-            f"{_text([t for t in one.latency if t.slower])} the speed; on_slower='skip' leaves such layers float",
+            f"{names}: {list(one.shape)} as {one.scheme.shorten()} with {one.kernel} is slower than float here, "
+            f"{_text([t for t in one.latency if t.slower])}; on_slower='skip' leaves such layers float",
             PerformanceWarning,
             stacklevel=user_level(),
         )
 
 
 def _text(latency: list[Latency]) -> str:
-    return ", ".join(f"{t.speed:.2f}x at {t.label}" + ("" if t.shape else f" row{'s' * (t.rows > 1)}") for t in latency)
+    return ", ".join(
+        f"{relative_speed(t.speed)} at {t.label}" + ("" if t.shape else f" row{'s' * (t.rows > 1)}") for t in latency
+    )
 
 
 # -- one layer -------------------------------------------------------------------------------------------------------

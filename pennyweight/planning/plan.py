@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from .module_handlers import HANDLERS, PREVIEWS, Handler, module_nbytes, run_han
 from .parameters import Indivisible, Place, Site, make_site, places
 from .report import Latency, Report, Row
 from .scheme import Scheme
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 ADAPTER = "part of a PEFT adapter, which is trained; merge it first, or name it in FqnToConfig"
 ON_INDIVISIBLE = ("pad", "largest_divisor", "skip", "error")
@@ -72,9 +75,9 @@ class PlanRow:
         return self.call is not None or (self.scheme is not None and not self.already)
 
 
-@dataclass
+@dataclass(repr=False)
 class Plan:
-    """One row per parameter, in the model's order; a tied parameter appears once."""
+    """One row per parameter, in the model's order; a tied parameter appears once. ``print(plan)`` shows a table."""
 
     config: Any
     rows: list[PlanRow]
@@ -90,13 +93,29 @@ class Plan:
         for r in self.rows:
             scheme = type(r.handled).__name__ if r.call is not None else "" if r.scheme is None else str(r.scheme)
             sizes = (r.bytes_before, r.bytes_after)
-            text = "" if r.call is not None or r.scheme is None else r.scheme.describe()
-            row = Row(r.name, r.type_name, r.shape, scheme, r.kernel, *sizes, None, r.note, r.latency, scheme_text=text)
+            row = Row(r.name, r.type_name, r.shape, scheme, r.kernel, *sizes, None, r.note, r.latency)
+            if r.call is None and r.scheme is not None:
+                row.scheme_text, row.scheme_short = r.scheme.describe(), r.scheme.shorten()
             rows.append(row)
         return Report(str(self.config), rows)
 
+    def to_pandas(self) -> DataFrame:
+        """As :meth:`Report.to_pandas`."""
+        return self.report().to_pandas()
+
+    def _planned(self) -> Report:
+        report = self.report()
+        report.verb = "would be quantized"
+        return report
+
+    def __repr__(self) -> str:
+        return repr(self._planned()).replace("<Report", "<Plan", 1)
+
     def __str__(self) -> str:
-        return str(self.report())
+        return str(self._planned())
+
+    def _repr_html_(self) -> str:
+        return self._planned()._repr_html_()
 
 
 @check_arguments()

@@ -8,7 +8,13 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from ..core.frame import ANY, FLAG, REAL, TEXT, WHOLE, to_frame
+from ..core.html_table import html_table
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 # A layer counts as slower than float above this ratio of times: the noise between two measurements of one thing.
 NOISE = 1.05
@@ -49,6 +55,12 @@ class Latency:
         return self.float_us / self.quantized_us
 
     @property
+    def text(self) -> str:
+        """As "64 rows: 1.7x faster"."""
+        rows = "" if self.shape else " row" if self.rows == 1 else " rows"
+        return f"{self.label}{rows}: {relative_speed(self.speed)}"
+
+    @property
     def slower(self) -> bool:
         """True if it is slower than float by more than the measurement noise."""
         return self.quantized_us > NOISE * self.float_us
@@ -71,17 +83,27 @@ class Row:
     note: str = ""
     latency: tuple[Latency, ...] = ()
     error: float | None = None
-    scheme_text: str = ""  # the scheme in words, for tables
+    scheme_text: str = ""  # the scheme in words
+    scheme_short: str = ""  # the same for tables: "int4, groups of 64"
 
     @property
     def quantized(self) -> bool:
         return bool(self.scheme)
 
+    @property
+    def short(self) -> str:
+        """The scheme in as few words as a table has room for; "" if the parameter was left alone."""
+        return self.scheme_short or self.scheme_text or self.scheme
 
-@dataclass
+
+@dataclass(repr=False)
 class Report:
     """One row per parameter in the model's order; tied parameters appear once, under their first name. notes: remarks
-    about the whole model."""
+    about the whole model.
+
+    ``print(report)`` shows a table, :meth:`to_string` with ``full=True`` every layer and every detail of its scheme;
+    a notebook shows it as HTML; :meth:`to_pandas`, :meth:`to_dict` and :meth:`to_json` are for programs.
+    """
 
     config: str
     rows: list[Row] = field(default_factory=list)
@@ -137,14 +159,15 @@ class Report:
         """One line."""
         q, s = len(self.quantized), len(self.skipped)
         before, after = self.bytes_before, self.bytes_after
-        line = f"{q} parameters {self.verb}, {s} left alone; {size(before)}"
-        line += f" -> {size(after)}" if after != before else ""
-        line += f" ({before / after:.2f}x smaller)" if after and before > after else ""
+        line = f"{q} parameters {self.verb}, {s} left alone; {size(before)} -> {size(after)}"
+        if after and before >= after:
+            line += f" ({before / after:.2f}x smaller)" if before >= 1.005 * after else " (same size)"
         return line + (f"; {len(self.slower)} are slower than float here" if self.slower else "")
 
     def to_dict(self) -> dict[str, Any]:
         rows = [{**asdict(r), "shape": list(r.shape), "latency": [t.to_dict() for t in r.latency]} for r in self.rows]
         for row in rows:
+            del row["scheme_short"]  # it follows from "scheme"
             if row["sqnr"] is not None and not math.isfinite(row["sqnr"]):
                 row["sqnr"] = "inf"  # JSON has no infinity; weights quantized without error have it
         return {
@@ -155,46 +178,98 @@ class Report:
     def to_json(self, indent: int | None = 2) -> str:
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
+    def to_pandas(self) -> DataFrame:
+        """A data frame with a row for each parameter: its name, type, shape, scheme in words, spec in full, kernel,
+        bytes, SQNR in dB, error as a fraction of round-to-nearest's, note, and the speed relative to float at each
+        measured size ("speed_64"). Raises ImportError without pandas."""
+        sizes = list(dict.fromkeys(t.label for r in self.rows for t in r.latency))
+        types = {
+            "name": TEXT, "type": TEXT, "shape": ANY, "quantized": FLAG, "scheme": TEXT, "spec": TEXT, "kernel": TEXT,
+            "bytes_before": WHOLE, "bytes_after": WHOLE, "sqnr_db": REAL, "error": REAL, "note": TEXT,
+            **{f"speed_{label}": REAL for label in sizes},
+        }  # fmt: skip
+        rows = []
+        for r in self.rows:
+            speeds = {f"speed_{label}": None for label in sizes} | {f"speed_{t.label}": t.speed for t in r.latency}
+            rows.append({**vars(r), "quantized": r.quantized, "scheme": r.short, "spec": r.scheme, "sqnr_db": r.sqnr,
+                         **speeds})  # fmt: skip
+        return to_frame(types, rows, config=self.config)
+
+    def __repr__(self) -> str:
+        schemes = list(dict.fromkeys(r.short for r in self.quantized))
+        how = f"; {', '.join(schemes[:3])}{' and others' if len(schemes) > 3 else ''}" if schemes else ""
+        known = [r for r in self.quantized if r.sqnr is not None]
+        worst = min(known, key=lambda r: r.sqnr or 0.0, default=None)
+        loss = "" if worst is None else f"; lowest SQNR {worst.sqnr:.1f} dB ({worst.name})"
+        return f"<{type(self).__name__}: {self.summary()}{how}{loss}>"
+
+    def _repr_html_(self) -> str:
+        folds = len(self.quantized) > FOLD_ABOVE
+        columns, rows = self._cells(layers=not folds, specs=False)
+        notes = [self.summary(), *self.notes, *([_HINT] if folds else [])]
+        return html_table(columns, rows, title=self.config, notes=notes, right=_RIGHT)
+
     def __str__(self) -> str:
-        return self.table(full=len(self.quantized) <= FOLD_ABOVE)
+        return self.to_string()
+
+    def to_string(self, *, full: bool = False) -> str:
+        """The report as text. full: every layer, and its scheme in full; default: schemes in words, and layers that
+        differ only in a number of their name share a line if there are more than ``FOLD_ABOVE``."""
+        return self._text(layers=full or len(self.quantized) <= FOLD_ABOVE, specs=full)
 
     def table(self, *, full: bool = True) -> str:
         """The report as text. With ``full=False``, layers whose names differ only in a number share a line, which shows
-        their count, their total bytes, and the minimum and maximum SQNR. "speed" is the float time divided by the
-        layer's, for each measured number of rows; the column is absent if nothing was measured. "error/nearest" is the
-        squared error of the layer's output on the calibration data divided by that of round-to-nearest."""
+        their count, their total bytes, and the minimum and maximum SQNR. "speed" compares the times of the layer and of
+        the float layer, for each measured number of rows; the column is absent if nothing was measured. "error/nearest"
+        is the squared error of the layer's output on the calibration data divided by that of round-to-nearest."""
+        return self._text(layers=full, specs=False)
+
+    def _text(self, layers: bool, specs: bool) -> str:
         from io import StringIO
 
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
-        caption = "\n".join((self.summary(), *self.notes))
+        columns, rows = self._cells(layers, specs)
+        if len(rows) > LINES and not layers:  # many layers, all of them different
+            left = len(rows) - LINES + 1
+            more = [f"… {left} lines", *[""] * (len(columns) - 1)]
+            rows = [*rows[: LINES - TAIL - 1], more, *rows[-TAIL:]]
+        caption = "\n".join((self.summary(), *self.notes, *([] if layers else [_HINT])))
         table = Table(title=Text(self.config), title_justify="left", caption=Text(caption), caption_justify="left")
-        speed = ("speed",) if any(r.latency for r in self.rows) else ()
-        error = ("error/nearest",) if any(r.error is not None for r in self.rows) else ()
-        for name in ("parameter", "shape", "scheme", "kernel", "before", "after", "SQNR dB", *error, *speed, "note"):
-            right = name in ("shape", "before", "after", "SQNR dB", "error/nearest")
-            table.add_column(name, justify="right" if right else "left", overflow="fold")
-        for name, rows in _groups(self.quantized, lambda r: r.name if full else _numberless(r)).items():
-            one = rows[0]
-            shape = "×".join(map(str, one.shape))
-            times = [_range(rows, "error", 2)] if error else []
-            times += [_speed(one)] if speed else []
-            first = (name, shape, one.scheme_text or one.scheme, one.kernel, *_sizes(rows))
-            cells = (*first, _range(rows, "sqnr", 1), *times, one.note)
-            table.add_row(*map(Text, cells))  # Text: rich would parse brackets as markup
-        for note, rows in _groups(self.skipped, lambda r: r.note).items():
-            name = rows[0].name if len(rows) == 1 else f"{rows[0].name} and {len(rows) - 1} more"
-            times = ["" for _ in (*error, *speed)]
-            table.add_row(*map(Text, (name, "", "left alone", "", *_sizes(rows), "", *times, note)))
+        for name in columns:
+            table.add_column(name, justify="right" if name in _RIGHT else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*map(Text, row))  # Text: rich would parse brackets as markup
         out = StringIO()
         Console(file=out, width=max(100, shutil.get_terminal_size((150, 50)).columns)).print(table)
         return out.getvalue()
 
+    def _cells(self, layers: bool, specs: bool) -> tuple[list[str], list[list[str]]]:
+        """Columns and rows of the table. layers: a row for each; specs: schemes in full."""
+        speed = ["speed"] if any(r.latency for r in self.rows) else []
+        error = ["error/nearest"] if any(r.error is not None for r in self.rows) else []
+        columns = ["parameter", "shape", "scheme", "kernel", "before", "after", "SQNR dB", *error, *speed, "note"]
+        lines = []
+        for name, rows in _groups(self.quantized, lambda r: r.name if layers else _numberless(r)).items():
+            one = rows[0]
+            times = [_range(rows, "error", 2)] if error else []
+            times += ["\n".join(t.text for t in one.latency)] if speed else []
+            first = (name, "×".join(map(str, one.shape)), one.scheme if specs else one.short, one.kernel, *_sizes(rows))
+            lines.append([*first, _range(rows, "sqnr", 1), *times, one.note])
+        for note, rows in _groups(self.skipped, lambda r: r.note).items():
+            name = rows[0].name if len(rows) == 1 else f"{rows[0].name} and {len(rows) - 1} more"
+            times = ["" for _ in (*error, *speed)]
+            lines.append([name, "", "left alone", "", *_sizes(rows), "", *times, note])
+        return columns, lines
+
 
 # Models with more quantized layers than this are printed folded.
 FOLD_ABOVE = 24
+LINES, TAIL = 60, 10  # of a folded table, and of its end
+_RIGHT = ("shape", "before", "after", "SQNR dB", "error/nearest")
+_HINT = "layers are grouped by name; report.to_string(full=True) lists each, report.to_pandas() is a data frame"
 
 
 def _numberless(row: Row) -> tuple[Any, ...]:
@@ -226,10 +301,18 @@ def _range(rows: list[Row], name: str, digits: int) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _speed(row: Row) -> str:
-    """As "1: 3.1x  64: 0.90x"."""
-    texts = ((t.label, f"{t.speed:.2g}" if t.speed < 10 else f"{t.speed:.0f}") for t in row.latency)
-    return "  ".join(f"{label}: {speed}x" for label, speed in texts)
+def relative_speed(ratio: float) -> str:
+    """A ratio of speeds in words: "1.7x faster", "2x slower", "same speed" within the noise of measurements."""
+    if 1 / NOISE <= ratio <= NOISE:
+        return "same speed"
+    times = ratio if ratio > 1 else 1 / ratio
+    return f"{times:.3g}x {'faster' if ratio > 1 else 'slower'}"
+
+
+def speed_of_float(ratio: float) -> str:
+    """A speed next to the float model's: "1.7x faster than float", "same speed as float"."""
+    text = relative_speed(ratio)
+    return f"{text} {'as' if text == 'same speed' else 'than'} float"
 
 
 def size(n: float) -> str:

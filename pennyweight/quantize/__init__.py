@@ -11,7 +11,8 @@ from ..planning.module_handlers import register_quantize_module_handler
 from ..planning.plan import Plan, plan
 from ..planning.report import Latency, Report, Row
 from ..planning.scheme import Scheme
-from .pipeline import dequantize_, quantize_
+from .dequantize import dequantize_
+from .pipeline import quantize_
 
 __all__ = [
     "AOBaseConfig", "FqnToConfig", "Latency", "PerformanceWarning", "Plan", "PlanError", "Report", "Row", "Scheme",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,6 +21,7 @@ from ..algorithms.calibration.loop import CollectedStatistics, parse_bytes
 from ..algorithms.solve import Solved, solve, stages
 from ..core.arguments import check_arguments, check_folder, did_you_mean
 from ..core.errors import ArgumentTypeError
+from ..core.progress import Callback, Progress, ignore, step
 from ..core.tensor import AffineQuantizedTensor
 from ..distributed.dtensor import distribute_like, is_dtensor, is_fully_sharded
 from ..planning.config_resolution import Filter, PlanError, Skip, not_a_config, resolve_arguments
@@ -27,14 +29,14 @@ from ..planning.configs import AOBaseConfig
 from ..planning.configs.aliases import algorithm_of
 from ..planning.engines import check_plan
 from ..planning.layer_timing import measure_, row_counts, skip_slower_, warn_slower
-from ..planning.module_handlers import apply_callable, module_nbytes, thaw_classes_
-from ..planning.parameters import places
+from ..planning.module_handlers import apply_callable, module_nbytes
 from ..planning.plan import Plan, PlanRow, check_values, plan
 from ..planning.report import ALGORITHM, Report, Row
 from ..planning.scheme import Scheme
 from .rollback import ModelSnapshot
 from .save_pretrained import settle_saving_
 
+_LOG = logging.getLogger(__name__)
 ON_SLOWER = ("keep", "skip")
 
 
@@ -55,7 +57,7 @@ def quantize_(
     on_indivisible: str = "pad",
     measure: bool | Sequence[int] = False,
     on_slower: str = "keep",
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress = None,
     for_: str | None = None,
 ) -> Report:
     """Quantize the model's parameters in place and return a report.
@@ -81,7 +83,7 @@ def quantize_(
     on_indivisible  group sizes that do not divide: "pad" (exact), "largest_divisor", "skip", "error"
     measure         time each linear shape against float on this machine, at these row counts; True: 1 and 64
     on_slower       a layer that is slower than float at one of them: "keep" it and warn, or "skip" it (stays float)
-    progress        called with (done, total, name)
+    progress        a bar after two seconds by default; False: none; or a function, called with (done, total, name)
     for_            "vllm", "vllm-gpu", "llama.cpp", "transformers", "onnxruntime" or "openvino": check before anything
                     is computed that this engine reads every weight, and say from which file format. A scheme that it
                     does not read raises with the layer and a config that it reads
@@ -130,6 +132,8 @@ def quantize_(
     report = (config.pipeline or Pipeline)(model, config, options).run()
     if not dry_run:
         settle_saving_(model, config)
+        if _LOG.isEnabledFor(logging.INFO):
+            _LOG.info("quantize_: %s: %s", report.config, report.summary())
     return report
 
 
@@ -149,7 +153,7 @@ class Options:
     on_indivisible: str = "pad"
     measure: bool | Sequence[int] = False
     on_slower: str = "keep"
-    progress: Callable[[int, int, str], None] | None = None
+    progress: Progress = None
     for_: str | None = None
 
     @property
@@ -169,10 +173,12 @@ class Pipeline:
 
     def __init__(self, model: nn.Module, config: AOBaseConfig, options: Options) -> None:
         self.model, self.config, self.options = model, config, options
+        self.told: Callback = ignore
 
     def run(self) -> Report:
         # Parameters created in inference mode cannot be used by autograd later.
-        with torch.inference_mode(False), torch.no_grad():
+        progress = self.options.progress
+        with step("quantize_", progress) as self.told, torch.inference_mode(False), torch.no_grad():
             for name in ("spill", "resume"):
                 check_folder(name, getattr(self.options, name), create=name == "resume")
             recipe = self._recipe()
@@ -237,8 +243,8 @@ class Pipeline:
             )
         target = _target(todo)
         steps: tuple[Any, ...] = (*recipe.rewrites, *recipe.tuners)
-        for step in steps:
-            step.check(self.model, target, batches)
+        for one in steps:
+            one.check(self.model, target, batches)
 
     def _carry_out(self, todo: Plan, recipe: recipes.Recipe, batches: Batches, max_ram: float | None) -> Report:
         notes: dict[str, list[str]] = {}
@@ -272,7 +278,7 @@ class Pipeline:
         max_ram: float | None, release: Callable[[Tensor | None], None] | None,
     ) -> None:  # fmt: skip
         pairs = {row.name: (row, out) for row, out in zip(todo.rows, report.rows, strict=True) if row.active}
-        total, device, progress = len(pairs), self.options.device, self.options.progress
+        total, device = len(pairs), self.options.device
 
         def finish(name: str, seen: CollectedStatistics | None = None) -> None:
             row, out = pairs.pop(name)
@@ -281,6 +287,7 @@ class Pipeline:
                 out.type, out.bytes_after = type(new).__name__, _nbytes_after(new, row)
             else:
                 kept = None if journal is None else journal.get(name)
+                _LOG.debug("%s: %s", name, "taken from the interrupted run" if kept is not None else row.scheme)
                 solver = recipe.solver if self.options.has_recipe else None
                 solved = solve(row, solver, seen, device) if kept is None else Solved(*kept)
                 if journal is not None and kept is None:
@@ -290,8 +297,7 @@ class Pipeline:
                 if release is not None and row.places[0].get() is not was:
                     release(was)
                 was = row.tensor = None  # frees the float weight before the next is read
-            if progress is not None:
-                progress(total - len(pairs), total, name)
+            self.told(total - len(pairs), total, name)
 
         for name in [name for name, (row, _) in pairs.items() if row.call is not None]:
             finish(name)
@@ -398,27 +404,3 @@ def _move_rest(module: nn.Module, device: torch.device | str) -> None:
             p.data = p.data.to(device)
     for name, b in module._buffers.items():
         module._buffers[name] = None if b is None else b.to(device)
-
-
-@check_arguments()
-def dequantize_(model: nn.Module) -> Report:
-    """Dequantize every quantized parameter in place; ties are kept. Returns a report.
-
-    A frozen model is thawed first. requires_grad is copied from the quantized parameter (quantize_ leaves it False).
-    """
-    rows = []
-    thaw_classes_(model)
-    with torch.inference_mode(False), torch.no_grad():
-        for where in list(places(model)):
-            w = where[0].get()
-            if not isinstance(w, AffineQuantizedTensor):
-                continue
-            value = nn.Parameter(w.dequantize().contiguous(), requires_grad=w.requires_grad)
-            for place in where:
-                place.set(value)
-            name, kind = where[0].name, type(where[0].module).__name__
-            float_name, note = str(w.dtype).removeprefix("torch."), f"was {w.spec.with_(layout='plain')}"
-            rows.append(Row(name, kind, tuple(w.shape), float_name, "", w.nbytes, value.nbytes, None, note))
-    model.__dict__.pop(ALGORITHM, None)
-    settle_saving_(model)
-    return Report("dequantize_", rows, verb="dequantized")

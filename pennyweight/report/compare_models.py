@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.arguments import check_arguments, check_number, did_you_mean
+from ..core.progress import Progress, step
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.run_batch import run_batch
 from .comparison import Comparison, Layer
@@ -39,6 +40,7 @@ def compare(
     layers: bool = True,
     seed: int = 0,
     otherwise: str = "tensor",
+    progress: Progress = None,
 ) -> Comparison:
     """Measure how quantization changed a model's outputs, in total and per layer.
 
@@ -51,6 +53,7 @@ def compare(
     temperature  of the retrieval KL
     layers       False: outputs only, in one run of each model
     seed         of the bootstrap
+    progress     a bar after two seconds by default; False: none; or a function, called with (done, total, name)
 
     Both models run each batch in eval mode, one after the other (a compiled model runs uncompiled). Neither is changed,
     and each module's training mode is restored. Layers are matched by the names of their weights. Memory: the float
@@ -78,12 +81,14 @@ def compare(
     probe = _Probe(both if layers else [])
     sums: Sums | None = None
     rule = labels_rule(exact, labels)
-    with evaluating(exact, found):
-        for batch in batches_of(batches):
+    total = len(batches) if isinstance(batches, Sized) else 0  # 0: an iterator, whose end is not known
+    with step("compare", progress) as told, evaluating(exact, found):
+        for done, batch in enumerate(batches_of(batches), 1):
             y, y_q = probe.run(exact, found, batch)
             if sums is None:
                 sums = Sums(kind or kind_of_output(y, otherwise), rule, pooling)
             sums.add(batch, y, y_q)
+            told(done, total, "")
     if sums is None or not sums.rows:
         raise ValueError("there is nothing to compare: no batch was given, or the masks exclude all tokens")
     kl, interval, top1, perplexity = sums.distributions(seed, temperature)
@@ -208,7 +213,7 @@ class _Probe:
         return Layer(
             pair.name, type(pair.found.module).__name__, tuple(found.shape), pair.scheme, found.numel(),
             stored_bytes(exact), stored_bytes(found), _weight(exact, found), _of(self.alone, pair.name),
-            _of(self.stream, pair.name), self.calls[pair.name], pair.tied,
+            _of(self.stream, pair.name), self.calls[pair.name], pair.tied, pair.short,
         )  # fmt: skip
 
 

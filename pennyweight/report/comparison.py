@@ -6,10 +6,15 @@ import json
 import math
 import shutil
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..core.frame import ANY, FLAG, REAL, TEXT, WHOLE, to_frame
+from ..core.html_table import html_table
 from ..planning.report import size
 from .metrics import Distribution
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 # The name of the KL of each kind of output
 KL_OF = {"logits": "KL(float || quantized)", "embeddings": "retrieval KL"}
@@ -39,6 +44,12 @@ class Layer:
     stream_sqnr: float | None = None
     calls: int = 0
     tied: str = ""
+    scheme_short: str = ""  # for tables: "int4, groups of 64"
+
+    @property
+    def short(self) -> str:
+        """The scheme in as few words as a table has room for."""
+        return self.scheme_short or self.scheme
 
     @property
     def quantized(self) -> bool:
@@ -67,7 +78,7 @@ class Perplexity:
     tokens: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Metrics of the outputs of two models on the same inputs; see :func:`pennyweight.compare`.
 
@@ -145,7 +156,7 @@ class Comparison:
 
     def blame(self, count: int = 5) -> str:
         """The worst layers, and a remedy."""
-        some = ", ".join(f"{w.name} ({_db(w.worst)} dB as {w.scheme})" for w in self.worst(count))
+        some = ", ".join(f"{w.name} ({_db(w.worst)} dB as {w.short})" for w in self.worst(count))
         if not some:
             return "no quantized layer differs from float; do both models have the same weights?"
         return f"worst layers: {some}; give them more bits or skip them"
@@ -158,6 +169,7 @@ class Comparison:
         data["kl"] = None if self.kl is None else self.kl._asdict()
         for row, layer in zip(data["layers"], self.layers, strict=True):
             row["bits_per_weight"] = layer.bits_per_weight
+            del row["scheme_short"]  # it follows from "scheme"
         data["cosine"] = {"mean": self.cosine[0], "min": self.cosine[1]}
         out: dict[str, Any] = _plain({"version": 1, "bits_per_weight": self.bits_per_weight, **data})
         return out
@@ -186,6 +198,35 @@ class Comparison:
             out.append(("bits per weight", f"{self.bits_per_weight:.3f}, scales and padding included"))
         return out
 
+    def to_pandas(self) -> DataFrame:
+        """A data frame with a row for each layer, worst first: scheme, weights, bytes, bits per weight, SQNR in dB of
+        the weight, of the layer and in the stream. The metrics of the whole model are in its ``attrs``. Raises
+        ImportError without pandas."""
+        types = {
+            "name": TEXT, "type": TEXT, "shape": ANY, "quantized": FLAG, "scheme": TEXT, "spec": TEXT,
+            "weights": WHOLE, "bytes_float": WHOLE, "bytes": WHOLE, "bits_per_weight": REAL, "weight_sqnr_db": REAL,
+            "layer_sqnr_db": REAL, "stream_sqnr_db": REAL, "calls": WHOLE, "tied": TEXT,
+        }  # fmt: skip
+        rows = [
+            {**vars(w), "quantized": w.quantized, "scheme": w.short, "spec": w.scheme,
+             "bits_per_weight": w.bits_per_weight, "weight_sqnr_db": w.weight_sqnr, "layer_sqnr_db": w.layer_sqnr,
+             "stream_sqnr_db": w.stream_sqnr}
+            for w in self.layers
+        ]  # fmt: skip
+        return to_frame(types, rows, **dict(self.summary()))
+
+    def __repr__(self) -> str:
+        facts = dict(self.summary())
+        loss = "relative error" if self.kl is None else KL_OF[self.kind]
+        some = [f"{loss} {facts[loss]}"] + ([] if self.top1 is None else [f"top-1 agreement {self.top1:.2%}"])
+        return f"<Comparison: {facts['compared']}; {'; '.join(some)}; stored {facts['stored']}>"
+
+    def _repr_html_(self) -> str:
+        columns, rows = self._cells(self.layers)
+        figures = html_table((), [[f"{what}:", figure] for what, figure in self.summary()])
+        notes = [f"not compared: {text}" for text in self.unmatched[:UNMATCHED]]
+        return figures + html_table(columns, rows, notes=[*notes, _caption(0)], right=_RIGHT)
+
     def __str__(self) -> str:
         return self.table(full=len(self.layers) <= SHOWN)
 
@@ -199,13 +240,12 @@ class Comparison:
 
         shown = self.layers if full else self.layers[:SHOWN]
         table = Table(caption=Text(_caption(len(self.layers) - len(shown))), caption_justify="left")
-        for name in ("layer", "shape", "scheme", "bits", "weight dB", "layer dB", "stream dB"):
-            left = name in ("layer", "scheme")
-            table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=name.endswith("dB"))
-        for w in shown:
-            name = f"{w.name} (tied to {w.tied})" if w.tied else w.name
-            figures = (f"{w.bits_per_weight:.3f}", _db(w.weight_sqnr), _db(w.layer_sqnr), _db(w.stream_sqnr))
-            table.add_row(*map(Text, (name, "×".join(map(str, w.shape)), w.scheme or "left alone", *figures)))
+        columns, rows = self._cells(shown)
+        for name in columns:
+            justify: Any = "right" if name in _RIGHT else "left"
+            table.add_column(name, justify=justify, overflow="fold", no_wrap=name.endswith("dB"))
+        for row in rows:
+            table.add_row(*map(Text, row))
         out = StringIO()
         lines = [f"{what + ':':<24}{figure}" for what, figure in self.summary()]
         lines += [f"not compared: {text}" for text in self.unmatched[:UNMATCHED]]
@@ -214,9 +254,18 @@ class Comparison:
         Console(file=out, width=max(100, shutil.get_terminal_size((150, 50)).columns)).print(table)
         return "\n".join(lines) + "\n" + out.getvalue()
 
+    def _cells(self, layers: tuple[Layer, ...]) -> tuple[list[str], list[list[str]]]:
+        rows = []
+        for w in layers:
+            name = f"{w.name} (tied to {w.tied})" if w.tied else w.name
+            figures = (f"{w.bits_per_weight:.3f}", _db(w.weight_sqnr), _db(w.layer_sqnr), _db(w.stream_sqnr))
+            rows.append([name, "×".join(map(str, w.shape)), w.short or "left alone", *figures])
+        return ["layer", "shape", "scheme", "bits", "weight dB", "layer dB", "stream dB"], rows
+
 
 SHOWN = 24  # layers that are printed of a large model
 UNMATCHED = 8
+_RIGHT = ("shape", "bits", "weight dB", "layer dB", "stream dB")
 _THINGS = {"logits": "distributions", "embeddings": "embeddings", "tensor": "rows"}
 
 

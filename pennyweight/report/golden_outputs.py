@@ -17,13 +17,16 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core.arguments import check_arguments, check_number, did_you_mean, show
 from ..core.errors import ArgumentTypeError
+from ..core.frame import FLAG, REAL, TEXT, WHOLE, to_frame
+from ..core.html_table import html_table
+from ..core.progress import Progress, step
 from ..io.atomic_write import partial_path, rename_into_place
 from ..io.file import CheckpointError
 from ..io.safetensors_file import Entry, File, Writer, place
@@ -32,6 +35,9 @@ from ..planning.run_batch import run_batch
 from .layers import unwrapped
 from .metrics import Distribution, distribution, ratio
 from .outputs import batches_of, evaluating, floats, kind_of_output, logits_of, mask_of
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 FILE = "golden.safetensors"  # its name in a checkpoint's folder
 ROWS, TOP = 64, 16
@@ -103,6 +109,22 @@ class Verification:
         figure = f"{what} {self.figure:.3g}{unit} {sign} {self.bound:.3g} over {self.rows} rows, top-1 {self.top1:.1%}"
         return f"{'as expected' if self.ok else 'NOT as expected'}: {figure}"
 
+    def to_pandas(self) -> DataFrame:
+        """A data frame with one row: the figures of this result. Raises ImportError without pandas."""
+        types = {"kind": TEXT, "ok": FLAG, "rows": WHOLE, "mean_kl": REAL, "max_kl": REAL, "error": REAL, "top1": REAL,
+                 "bound": REAL}  # fmt: skip
+        kl = (None, None) if self.kl is None else (self.kl.mean, self.kl.max)
+        row = {**vars(self), "ok": self.ok, "mean_kl": kl[0], "max_kl": kl[1]}
+        return to_frame(types, [row])
+
+    def _repr_html_(self) -> str:
+        rows = [["verdict", "as expected" if self.ok else "NOT as expected"]]
+        if self.kl is not None:
+            rows += [["mean KL", f"{self.kl.mean:.3g} nats"], ["maximum KL", f"{self.kl.max:.3g} nats"]]
+        rows += [["relative error", f"{self.error:.3g}"], ["bound", f"{self.bound:.3g}"],
+                 ["top-1 agreement", f"{self.top1:.1%}"], ["rows", f"{self.rows:,}"]]  # fmt: skip
+        return html_table((), rows, title="verification against golden outputs", bold=0)
+
     def check(self) -> Verification:
         """Raise ValueError if the outputs differ from the golden ones by more than the bound. Returns itself."""
         if not self.ok:
@@ -123,6 +145,7 @@ def golden(
     rows: int = ROWS,
     kind: str | None = None,
     quantized: nn.Module | None = None,
+    progress: Progress = None,
 ) -> Golden:
     """Record a model's outputs for a few inputs.
 
@@ -131,6 +154,7 @@ def golden(
     kind       "logits" or "tensor"; default: logits if the output has ``.logits``
     quantized  the model that will be verified, if it is not ``model``: its distance is measured now, and the bound
                allows twice that. Without it, the bound is for the same weights on any machine
+    progress   a bar after two seconds by default; False: none; or a function, called with (done, total, name)
 
     Raises ValueError for inputs that are not tensors, or larger than 1 MiB in all.
     """
@@ -148,8 +172,8 @@ def golden(
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     width = 0
     model = unwrapped(model)
-    with evaluating(model):
-        for batch in some:
+    with step("golden", progress) as told, evaluating(model):
+        for done, batch in enumerate(some, 1):
             output = run_batch(model, batch)
             kind = kind or kind_of_output(output)
             table, counts = _table(output, batch, kind)
@@ -161,6 +185,7 @@ def golden(
             top = (picked.abs() if kind == "tensor" else picked).topk(min(k, width), -1).indices
             values = picked.gather(-1, top).float().clamp(min=torch.finfo(torch.float32).min)
             found.append((at.int(), values.cpu(), top.int().cpu()))
+            told(done, len(some), "")
     assert kind is not None
     if not any(len(at) for at, _, _ in found):
         raise ValueError("there are no rows to store: the masks are all zero")
@@ -168,15 +193,22 @@ def golden(
     made = Golden(kind, tuple(some), at_rows, values_of, indices_of, width, SLACK[kind])
     if quantized is None:
         return made
-    return replace(made, bound=TIMES * verify(quantized, made).figure + SLACK[kind])
+    return replace(made, bound=TIMES * verify(quantized, made, progress=progress).figure + SLACK[kind])
 
 
 @check_arguments()
-def verify(model: nn.Module, expected: Golden | str | os.PathLike[str], bound: float | None = None) -> Verification:
+def verify(
+    model: nn.Module,
+    expected: Golden | str | os.PathLike[str],
+    bound: float | None = None,
+    *,
+    progress: Progress = None,
+) -> Verification:
     """Run a model on golden inputs and compare its outputs.
 
     expected  golden outputs, or their path: a file, or a checkpoint's folder
     bound     of the mean KL in nats (of the relative error for tensors), instead of the stored one
+    progress  a bar after two seconds by default; False: none; or a function, called with (done, total, name)
 
     The KL is over the k stored classes and one class for the rest. It is at most the full KL, and close to it if the
     rest has little mass. Raises ValueError if the model's outputs have another shape.
@@ -189,10 +221,9 @@ def verify(model: nn.Module, expected: Golden | str | os.PathLike[str], bound: f
     model = unwrapped(model)
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     kls, same, signal, noise = [], [], 0.0, 0.0
-    with evaluating(model):
-        for inputs, rows, values, indices in zip(
-            expected.inputs, expected.rows, expected.values, expected.indices, strict=True
-        ):
+    stored = list(zip(expected.inputs, expected.rows, expected.values, expected.indices, strict=True))
+    with step("verify", progress) as told, evaluating(model):
+        for done, (inputs, rows, values, indices) in enumerate(stored, 1):
             table, _ = _table(run_batch(model, _on(inputs, device)), inputs, expected.kind)
             if table.shape[-1] != expected.width or (len(rows) and int(rows.max()) >= len(table)):
                 raise ValueError(
@@ -209,6 +240,7 @@ def verify(model: nn.Module, expected: Golden | str | os.PathLike[str], bound: f
             # for logits the error of the probabilities, which are bounded
             a, b = (x.exp() if expected.kind == "logits" else x for x in (values.double(), ours))
             signal, noise = signal + float(a.square().sum()), noise + float((b - a).square().sum())
+            told(done, len(stored), "")
     top1 = torch.cat(same).double()
     kl = distribution(torch.cat(kls)) if kls else None
     return Verification(

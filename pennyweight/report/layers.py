@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.spec_words import shorten
 from ..core.tensor import AffineQuantizedTensor
 from ..io.state_dict import items
 from ..planning.parameters import Place, places
@@ -37,6 +38,12 @@ class Pair:
             return ""
         act = "" if w.act is None else f" × {w.act}"
         return f"{w.spec.with_(layout='plain')}{' perm' if w.perm is not None else ''}{act}"
+
+    @property
+    def short(self) -> str:
+        """The same in as few words as a table has room for."""
+        w = self.found.get()
+        return shorten(w.spec, w.act) if isinstance(w, AffineQuantizedTensor) else ""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

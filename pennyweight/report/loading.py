@@ -4,21 +4,52 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
 from ..core.arguments import check_arguments
+from ..core.progress import Progress
 from ..io import loading
 from ..io.config_files import folder_of, read_config, read_side_json
 from ..io.file import CheckpointError, no_such_path
 from ..io.meta_model import fresh_model
 from .golden_outputs import FILE, Golden, Verification, golden, verify
 
+Model = TypeVar("Model", bound=nn.Module)
+
 # -- pw.load -----------------------------------------------------------------------------------------------------------
 
 
+@overload
+def load(
+    path: str | os.PathLike[str],
+    model: Model,
+    *,
+    strict: bool = ...,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+    names: str | os.PathLike[str] | None = ...,
+    allow_pickle: bool = ...,
+    mmap: bool = ...,
+    verify: bool = ...,
+    progress: Progress = ...,
+) -> Model: ...
+@overload
+def load(
+    path: str | os.PathLike[str],
+    model: None = ...,
+    *,
+    strict: bool = ...,
+    device: torch.device | str | None = ...,
+    dtype: torch.dtype | None = ...,
+    names: str | os.PathLike[str] | None = ...,
+    allow_pickle: bool = ...,
+    mmap: bool = ...,
+    verify: bool = ...,
+    progress: Progress = ...,
+) -> dict[str, Tensor]: ...
 @check_arguments()
 def load(
     path: str | os.PathLike[str],
@@ -31,7 +62,8 @@ def load(
     allow_pickle: bool = False,
     mmap: bool = True,
     verify: bool = False,
-) -> Any:
+    progress: Progress = None,
+) -> nn.Module | dict[str, Tensor]:
     """Read a checkpoint of any format; return the model, or the state dict if no model is passed. The other arguments
     are those of :func:`pennyweight.io.load`, which this calls:
 
@@ -51,10 +83,12 @@ def load(
         raise ValueError("load(verify=True) runs the model; pass one, or leave verify out")
     expected = expected_beside(path) if verify else None  # fail before loading if the file is missing
     loaded = loading.load(
-        path, model, strict=strict, device=device, dtype=dtype, names=names, allow_pickle=allow_pickle, mmap=mmap
-    )
+        path, model, strict=strict, device=device, dtype=dtype, names=names, allow_pickle=allow_pickle, mmap=mmap,
+        progress=progress,
+    )  # fmt: skip
     if expected is not None:
-        check(loaded, path, expected)
+        assert model is not None
+        check(model, path, expected)
     return loaded
 
 

@@ -74,10 +74,10 @@ def test_a_budget_of_time(run: Any, writer: Path, text: Path, tmp_path: Path, mo
     arguments = ("--calibration", text, "--algorithm", "nearest", "--skip", "lm_head")
     result = run("quantize", writer, tmp_path / "a", "--budget", "1.1x latency", "--budget", "9 bpw", *arguments)
     assert result.exit_code == 0, result.stderr
-    assert "the speed of float" in result.stderr
+    assert "faster than float" in result.stderr
     result = run("quantize", writer, tmp_path / "b", "--budget", "1 us", "--latency-tokens", 5, *arguments)
     assert result.exit_code == 2
-    assert "x the speed of float" in result.stderr
+    assert "er than float" in result.stderr
     assert list(dict.fromkeys(shape[:2] for shape in seen)) == [(1, 1), (1, 5)]
     assert not (tmp_path / "b").exists()
 

@@ -98,7 +98,7 @@ def test_only_the_class_changes() -> None:
     pw.freeze_(model)
     assert [dict(module.__dict__) for module in model] == before
     assert [(n, id(t)) for n, t in (*model.named_parameters(), *model.named_buffers())] == named
-    assert "weight=nf4[64]" in repr(model)
+    assert "weight=nf4, groups of 64" in repr(model)
     assert isinstance(model[0], pw.FrozenLinear)
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import pennyweight as pw
 from pennyweight.core.tensor import AffineQuantizedTensor
 from pennyweight.inference import Candidate, recommend_config
-from pennyweight.inference.recommend_config import best, fastest_per_layer, verdict
+from pennyweight.inference.recommend_config import fastest_per_layer
+from pennyweight.inference.recommendation import best, verdict
 from pennyweight.kernels.cpu import library
 from pennyweight.planning import layer_timing
 from pennyweight.planning.configs.aliases import FASTEST
@@ -369,7 +370,7 @@ def test_the_table_and_the_json(clock: Clock) -> None:
     found = pw.recommend(Net(), X, candidates=[INT8, INT4], max_error=0.04)
     text = str(found)
     assert "→" in text
-    assert "2.00x" in text
+    assert "2x faster" in text
     assert "error 0." in text
     data = json.loads(found.to_json())
     assert data["chosen"] == str(INT8)
@@ -377,7 +378,7 @@ def test_the_table_and_the_json(clock: Clock) -> None:
     assert [c["name"] for c in data["candidates"]] == [c.name for c in found.candidates]
     assert data["candidates"][0]["config"] is None
     assert data["candidates"][1]["seconds"] == pytest.approx(4e-3)
-    assert found.verdict.startswith(f"{INT8}: 2.00x the speed, ")
+    assert found.verdict.startswith(f"{INT8}: 2x faster, ")
 
 
 def test_for_real(quick: None) -> None:

@@ -115,8 +115,8 @@ def test_one_warning_for_each_slow_shape_before_anything_changes(times: Times) -
         report = pw.quantize_(copy.deepcopy(model), INT8, measure=(1, 64))
     assert len(caught) == 2
     text = str(caught[0].message)
-    assert text.startswith("0.weight, 1.weight, 2.weight and 2 more: [32, 32] as int8[*] scale=f32 with ")
-    assert "0.25x at 1 row, 0.25x at 64 rows the speed; on_slower='skip'" in text
+    assert text.startswith("0.weight, 1.weight, 2.weight and 2 more: [32, 32] as int8 per row with ")
+    assert "4x slower at 1 row, 4x slower at 64 rows; on_slower='skip'" in text
     assert caught[0].filename == __file__
     assert len(report.slower) == 6
     assert "6 are slower than float here" in report.summary()
@@ -135,8 +135,8 @@ def test_skip_leaves_slow_layers_as_they_were_and_says_so(times: Times) -> None:
     assert model[1].weight is floats[1]
     assert model[2].weight.requires_grad
     row = next(r for r in report.skipped if r.name == "1.weight")
-    assert row.note.startswith("left unquantized: int8[*] scale=f32 with ")
-    assert row.note.endswith("is slower here, 0.25x at 1 row, 0.25x at 64 rows")
+    assert row.note.startswith("left unquantized: int8 per row with ")
+    assert row.note.endswith("is 4x slower at 1 row, 4x slower at 64 rows here")
     assert (row.bytes_after, row.bytes_before, row.kernel) == (32 * 64 * 4, 32 * 64 * 4, "")
     assert row.latency[0].speed == 0.25
     assert report.bytes_after == sum(int(p.nbytes) for p in model.parameters())
@@ -184,8 +184,9 @@ def test_the_table_and_the_json_tell_the_speed(times: Times) -> None:
     with pytest.warns(pw.PerformanceWarning):
         report = pw.quantize_(wide_and_narrow(), INT8, measure=(1, 64))
     text = str(report)
-    assert "1: 4x  64: 4x" in text
-    assert "1: 0.25x  64: 0.25x" in text
+    assert "1 row: 4x faster" in text
+    assert "64 rows: 4x slower" in text
+    assert "1 row: 4x faster\n64 rows: 4x faster" in report._repr_html_()
     rows = {r["name"]: r for r in json.loads(report.to_json())["rows"]}
     assert rows["0.weight"]["latency"] == [
         {"rows": 1, "float_us": 8.0, "quantized_us": 2.0}, {"rows": 64, "float_us": 512.0, "quantized_us": 128.0},
@@ -202,8 +203,8 @@ def test_layers_of_other_speed_do_not_fold_into_one_line() -> None:
     ]
     text = str(pw.Report("config", rows))
     assert text.count("layers.*.weight (15)") == 2
-    assert "1: 2x" in text
-    assert "1: 0.5x" in text
+    assert "1 row: 2x faster" in text
+    assert "1 row: 2x slower" in text
 
 
 # -- the clock -------------------------------------------------------------------------------------------------------

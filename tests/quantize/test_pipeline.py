@@ -150,7 +150,7 @@ def test_dequantize_keeps_the_flag_of_the_weight() -> None:
     report = pw.dequantize_(model)
     assert model[0].weight.requires_grad
     assert "dequantized" in report.summary()
-    assert report.rows[0].note == "was int8[*] scale=f32"
+    assert report.rows[0].note == "was int8 per row"
 
 
 # -- handlers and configs of one's own -------------------------------------------------------------------------------

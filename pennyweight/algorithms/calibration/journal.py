@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from ...core.tensor import AffineQuantizedTensor
 from ...planning.config_resolution import PlanError
 from ...planning.plan import Plan
 
+_LOG = logging.getLogger(__name__)
 KEY = "calibration.json"
 
 
@@ -50,6 +52,8 @@ class Journal:
         self.fresh: dict[str, Any] = {}
         for file in sorted(self.folder.glob("solved-*.pt")):
             self.done |= torch.load(file, weights_only=True)
+        if self.done:
+            _LOG.info("resume: %d weights were solved before, in %s", len(self.done), self.folder)
         self.files = len(list(self.folder.glob("solved-*.pt")))
 
     @property

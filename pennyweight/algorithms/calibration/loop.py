@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.progress import step
 from ...distributed import all_reduce
 from ...planning.config_resolution import PlanError
 from ...planning.report import nbytes_of, size
@@ -71,8 +72,12 @@ class CalibrationLoop:
     def _whole(self, names: list[str]) -> dict[str, CollectedStatistics]:
         """Statistics from running the whole model. No float inputs are available here, so paired ones are omitted."""
         collector = _Collector(self._of(names), self.single)
-        for batch in [] if self.known.issuperset(names) else self.batches:
-            collector.run(lambda batch=batch: run_batch(self.model, batch), token_mask(batch))
+        if self.known.issuperset(names):
+            return collector.finish()
+        with step("collecting statistics") as told:
+            for i, batch in enumerate(self.batches, 1):
+                collector.run(lambda batch=batch: run_batch(self.model, batch), token_mask(batch))
+                told(i, len(self.batches), "")
         return collector.finish()
 
     def _chain(self, segment: CalibrationSegment) -> Iterator[Stage]:
@@ -109,12 +114,14 @@ class CalibrationLoop:
             if exact is not None:
                 advance_block(exact, len(self.batches), b, block, rest)
             return collector.finish()
-        for i, batch in enumerate(self.batches):
-            mask = token_mask(batch)
-            if exact is not None:
-                out = collector.record_float_inputs(lambda i=i: run_block(block, exact.get(i), rest(i, b)), mask)
-                exact.put(i, out)
-            collector.run(lambda i=i: run_block(block, hidden.get(i), rest(i, b)), mask)
+        with step(f"collecting statistics of block {b}") as told:
+            for i, batch in enumerate(self.batches):
+                mask = token_mask(batch)
+                if exact is not None:
+                    out = collector.record_float_inputs(lambda i=i: run_block(block, exact.get(i), rest(i, b)), mask)
+                    exact.put(i, out)
+                collector.run(lambda i=i: run_block(block, hidden.get(i), rest(i, b)), mask)
+                told(i + 1, len(self.batches), "")
         return collector.finish()
 
     def _of(self, names: list[str]) -> dict[int, str]:

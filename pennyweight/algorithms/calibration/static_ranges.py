@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...core.arguments import check_arguments, check_number, did_you_mean, show
 from ...core.numerics import dequantize, quantize
+from ...core.progress import Progress, step
 from ...core.qparams import Params, choose
 from ...core.spec import ActivationSpec
 from ...planning.config_resolution import Filter, PlanError
@@ -58,6 +59,7 @@ def calibrate(
     *,
     filter_fn: Filter | None = None,
     percentile: float = 99.99,
+    progress: Progress = None,
 ) -> FqnToConfig:
     """A config per layer with its static input scale computed from data, for :func:`quantize_`. Changes nothing.
 
@@ -68,6 +70,7 @@ def calibrate(
                 "minmax": the full range; "percentile": ``percentile`` of the magnitudes (of both ends if there is a
                 zero point); "mse": the range with the smallest squared error of the values; "histogram": the method of
                 torch.ao's HistogramObserver, which narrows the range from the ends as long as the error decreases
+    progress    a bar after two seconds by default; False: none; or a function, called with (done, total, name)
 
     Runs the float model once over the data. Raises PlanError with the names of layers that no input reached.
     """
@@ -80,7 +83,8 @@ def calibrate(
     make = _maker(config)
     todo = plan(model, make(1.0, 0), filter_fn)
     rows = {row.name: row for row in todo.rows if row.scheme is not None and row.scheme.act is not None}
-    seen = observe_ranges(model, {name: row.tensor for name, row in rows.items() if row.tensor is not None}, batches)
+    weights = {name: row.tensor for name, row in rows.items() if row.tensor is not None}
+    seen = observe_ranges(model, weights, batches, progress)
     table: dict[str, AOBaseConfig | None] = {}
     for name, row in rows.items():
         assert row.scheme is not None
@@ -92,7 +96,9 @@ def calibrate(
     return FqnToConfig(table)
 
 
-def observe_ranges(model: nn.Module, weights: Mapping[str, Tensor], batches: Any) -> dict[str, Bins]:
+def observe_ranges(
+    model: nn.Module, weights: Mapping[str, Tensor], batches: Any, progress: Progress = None
+) -> dict[str, Bins]:
     """Histograms of the inputs multiplied by these weights, by the given names. The model is not changed.
 
     Raises PlanError for weights that no input reached, ValueError for inputs that are not finite.
@@ -104,10 +110,12 @@ def observe_ranges(model: nn.Module, weights: Mapping[str, Tensor], batches: Any
         states[name] = HISTOGRAM.update(states.get(name) or HISTOGRAM.init(1, 1), x.reshape(1, -1, 1).cpu())
 
     ids = {id(tensor): name for name, tensor in weights.items()}
-    with inference_mode(model):
-        for batch in each(batches, "batches"):
+    total = len(batches) if isinstance(batches, Sized) else 0  # 0: an iterator, whose end is not known
+    with step("calibrate", progress) as told, inference_mode(model):
+        for done, batch in enumerate(each(batches, "batches"), 1):
             with InputHooks(ids, see, token_mask(batch), unfold=False):
                 run_batch(model, batch)
+            told(done, total, "")
     never = [name for name in weights if name not in states or not states[name][1]]
     if never:
         raise PlanError(f"no input reached {', '.join(never)}; use calibration data that does, or exclude them")

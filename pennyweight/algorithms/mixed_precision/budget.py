@@ -9,7 +9,7 @@ from math import inf, isinf
 
 from ...planning.config_resolution import PlanError
 from ...planning.configs import AOBaseConfig
-from ...planning.report import size
+from ...planning.report import size, speed_of_float
 from ..calibration.loop import parse_bytes
 
 Budget = str | Sequence[str]
@@ -33,6 +33,12 @@ class Option:
     nbytes: int
     loss: float
     seconds: float | None = None
+    scheme_short: str = ""  # for tables
+
+    @property
+    def short(self) -> str:
+        """The scheme in as few words as a table has room for."""
+        return self.scheme_short or self.scheme
 
 
 Table = dict[str, list[Option]]  # by parameter
@@ -55,7 +61,9 @@ class Base:
     def text(self, seconds: float) -> str:
         """Text: time of a model call whose searched layers take these seconds."""
         whole = seconds + self.rest_seconds
-        return f"{duration(whole)} per call, {(self.seconds or 0) / whole:.2f}x the speed of float" if whole else "0 s"
+        return (
+            f"{duration(whole)} per call, {speed_of_float(self.seconds / whole)}" if whole and self.seconds else "0 s"
+        )
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,16 +13,14 @@ from torch import Tensor, nn
 from ...core.arguments import check_arguments, check_number
 from ...core.formats import UINT2, UINT3, UINT4, UINT5, UINT6
 from ...core.layouts import portable_layout
+from ...core.progress import Callback, Progress, step
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...planning.config_resolution import Filter, PlanError, Skip, read_candidates
-from ...planning.configs import AOBaseConfig, FqnToConfig, SpecConfig
+from ...planning.configs import AOBaseConfig, SpecConfig
 from ...planning.configs.aliases import FASTEST, by_name
-from ...planning.configs.files import write_config
-from ...planning.configs.serialize import config_to_data
 from ...planning.engines import FUSED, check_plan, engine_of, fused_groups
 from ...planning.plan import Plan, PlanRow, plan
-from ...planning.report import size
 from ...planning.run_batch import run_batch
 from .. import recipe as recipes
 from ..calibration.batches import read
@@ -37,127 +34,25 @@ from .budget import (
     Table,
     allocate,
     check,
-    duration,
     is_latency,
     limits,
     merge,
     parts,
     require_scipy,
     totals,
-)
+)  # fmt: skip
 from .latency import CallTimer, LayerTimes, layer_times
+from .search_result import Search, config_of, whole_seconds
 
 __all__ = ["CANDIDATES", "CallTimer", "Option", "Search", "allocate", "search"]
 
+_LOG = logging.getLogger(__name__)
 CANDIDATES: tuple[AOBaseConfig, ...] = tuple(
     SpecConfig(QuantSpec(fmt, (group,), torch.float16, zero_point=fmt))
     for fmt, group in ((UINT2, 64), (UINT3, 128), (UINT4, 128), (UINT5, 128), (UINT6, 128))
 )
 # Also tried with for_: schemes of engines' files
 _ENGINE_CANDIDATES = tuple(by_name(*some) for some in (("w4a16",), ("w4a16", 32), ("q4_0",), ("q8_0",), ("w8a8",)))
-
-
-@dataclass(frozen=True)
-class Search:
-    """Result of :func:`search`.
-
-    config      ready for ``quantize_``; a plain FqnToConfig that can be read, saved (:meth:`save`) and edited
-    predicted   predicted loss of the model: the sum of its layers' losses times ``interaction``
-    interaction measured loss of the chosen allocation divided by the sum of its layers' losses
-    bits        per weight of the quantized layers, metadata included
-    table       options by parameter
-    uniform     (config, bits per weight, sum of losses) of each candidate applied to all weights
-    base        reference values of budgets
-    seconds     of one call of the quantized model; None without a latency budget
-    fused       names of the parameters that share one choice, a tuple for each group
-    """
-
-    config: FqnToConfig
-    predicted: float
-    interaction: float
-    bits: float
-    nbytes: int
-    chosen: dict[str, int]
-    table: Table = field(repr=False)
-    uniform: list[tuple[str, float, float]] = field(default_factory=list)
-    metric: str = "kl"
-    base: Base = field(default_factory=lambda: Base(0, 0))
-    seconds: float | None = None
-    fused: tuple[tuple[str, ...], ...] = ()
-
-    @property
-    def speed(self) -> float | None:
-        """Speed relative to the float model; None without a latency budget."""
-        return None if self.seconds is None or self.base.seconds is None else self.base.seconds / self.seconds
-
-    def within(self, budget: Budget) -> Search:
-        """The best allocation within another budget, from the same measurements, without running the model. Keeps the
-        ``interaction`` of this result. Raises PlanError as :func:`search` does, and for a latency budget if this search
-        had none, because nothing was timed."""
-        limit = limits(budget, self.base)
-        check(merge(self.table, self.fused)[0], limit, self.base)
-        chosen = allocate(self.table, limit, self.fused)
-        nbytes, total, seconds = totals(self.table, chosen)
-        return replace(
-            self, config=_config(self.table, chosen), predicted=total * self.interaction,
-            bits=8 * nbytes / self.base.numel, nbytes=nbytes, chosen=chosen, seconds=_whole(self.base, seconds),
-        )  # fmt: skip
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """The config as JSON (see PennyweightConfig) with the table of options."""
-        table = {
-            name: [{"scheme": o.scheme, "nbytes": o.nbytes, "loss": o.loss, "seconds": o.seconds,
-                    "chosen": i == self.chosen[name]} for i, o in enumerate(options)]
-            for name, options in self.table.items()
-        }  # fmt: skip
-        data = {
-            "version": 1, "config": config_to_data(self.config), "bits": self.bits, "nbytes": self.nbytes,
-            "metric": self.metric, "predicted": self.predicted, "interaction": self.interaction,
-            "seconds": self.seconds, "float_seconds": self.base.seconds, "table": table,
-        }  # fmt: skip
-        return json.dumps(data, indent=indent)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the config to a .yaml or .json file, for ``pw.quantize_(model, path)`` and ``--config path``."""
-        write_config(self.config, path)
-
-    def front(self, points: int = 12) -> list[tuple[float, float]]:
-        """(bits per weight, predicted loss) of the best allocations from the smallest to the largest size, ignoring
-        latency."""
-        merged = merge(self.table, self.fused)[0]
-        least = sum(min(o.nbytes for o in options) for options in merged.values())
-        most = sum(max(o.nbytes for o in options) for options in merged.values())
-        found = []
-        for i in range(points):
-            limit = least + (most - least) * i / max(1, points - 1)
-            chosen = allocate(self.table, limit, self.fused)
-            nbytes, loss, _ = totals(self.table, chosen)
-            found.append((8 * nbytes / self.base.numel, loss * self.interaction))
-        return found
-
-    def __str__(self) -> str:
-        from io import StringIO
-
-        from rich.console import Console
-        from rich.table import Table as Drawn
-        from rich.text import Text
-
-        title = f"{self.bits:.3f} bits per weight, {size(self.nbytes)}; predicted {self.metric} {self.predicted:.3g}"
-        if self.seconds is not None:
-            title += f"; {duration(self.seconds)} per call, {self.speed:.2f}x the speed of float"
-        timed = ("time",) if self.seconds is not None else ()
-        table = Drawn(title=title, title_justify="left")
-        for name in ("parameter", "chosen", "bytes", *timed, self.metric, "others"):
-            left = name in ("parameter", "chosen", "others")
-            table.add_column(name, justify="left" if left else "right", overflow="fold")
-        for name, options in self.table.items():
-            one = options[self.chosen[name]]
-            rest = ", ".join(f"{o.scheme.split(',')[0]} {o.loss:.2g}" for o in options if o is not one)
-            took = [duration(one.seconds or 0.0)] if timed else []
-            table.add_row(*map(Text, (name, one.scheme, size(one.nbytes), *took, f"{one.loss:.2g}", rest)))
-        out = StringIO()
-        Console(file=out, width=120).print(table)
-        return out.getvalue()
 
 
 @check_arguments()
@@ -174,7 +69,7 @@ def search(
     held_out: float = 0.25,
     example: Any = None,
     clock: CallTimer | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress = None,
     for_: str | None = None,
     fused: Sequence[Sequence[str]] = (),
 ) -> Search:
@@ -196,6 +91,7 @@ def search(
     clock       timing functions; default: measure on this machine
     for_        an inference engine as for ``quantize_``: only schemes that it reads, and one choice for the parts of
                 each layer that it fuses. Default candidates are then those of its configs that it reads
+    progress    a bar after two seconds by default; False: none; or a function, called with (done, total, name)
     fused       layers that share one choice, by the last part of their names: [("q_proj", "k_proj", "v_proj")]
 
     Each weight is quantized under each candidate with the float model's inputs, and the loss of the model with only
@@ -240,7 +136,7 @@ def search(
     configs = read_candidates(candidates, default)
     check_number("held_out", held_out, 0, below=1)
     solving, measuring = losses.split_batches(batches, held_out)
-    with torch.inference_mode(False), torch.no_grad():
+    with step("search", progress) as told, torch.inference_mode(False), torch.no_grad():
         plans = [plan(model, config, filter_fn, skip=skip) for config in configs]
         if for_ is not None:
             plans, configs = _readable(plans, configs, for_, candidates is None)
@@ -263,8 +159,8 @@ def search(
         rows = {name: [row for p in plans for row in p.active if row.name == name] for name in names}
         groups = _groups(names, for_, fused)
         check(merge(_known(rows, configs, took), groups)[0], limit, base)
-        solved = _solve(model, rows, recipe.solver, solving, progress)
-        table = _losses(model, rows, solved, _known(rows, configs, took), measuring, measure, progress)
+        solved = _solve(model, rows, recipe.solver, solving, told)
+        table = _losses(model, rows, solved, _known(rows, configs, took), measuring, measure, told)
         chosen = allocate(table, limit, groups)
         nbytes, total, seconds = totals(table, chosen)
         places = {name: rows[name][0].places for name in names}
@@ -277,10 +173,11 @@ def search(
          sum(t[i].loss for t in table.values()))
         for i in range(len(configs))
     ]  # fmt: skip
+    _LOG.info("search: %d weights, %.3f bits per weight", len(names), 8 * nbytes / base.numel)
     label = "loss" if callable(metric) else next(name for name, fn in losses.NAMED.items() if fn is measure)
     return Search(
-        _config(table, chosen), total * interaction, interaction, 8 * nbytes / base.numel, nbytes, chosen, table,
-        uniform, label, base, _whole(base, seconds), groups,
+        config_of(table, chosen), total * interaction, interaction, 8 * nbytes / base.numel, nbytes, chosen, table,
+        uniform, label, base, whole_seconds(base, seconds), groups,
     )  # fmt: skip
 
 
@@ -335,17 +232,13 @@ def _base(model: nn.Module, whole: Plan, took: LayerTimes | None) -> Base:
     return Base(numel, rest) if took is None else Base(numel, rest, took.whole, took.rest)
 
 
-def _whole(base: Base, seconds: float | None) -> float | None:
-    return None if seconds is None else seconds + base.rest_seconds
-
-
 def _known(rows: dict[str, list[PlanRow]], configs: list[AOBaseConfig], took: LayerTimes | None) -> Table:
     """The options of each weight with everything known before solving; with timings the last option keeps the weight in
     float."""
     table: Table = {}
     for name, some in rows.items():
         table[name] = [
-            Option(config, _text(row), _nbytes(row), 0.0, None if took is None else took.options[name][i])
+            Option(config, _text(row), _nbytes(row), 0.0, None if took is None else took.options[name][i], _short(row))
             for i, (row, config) in enumerate(zip(some, configs, strict=True))
         ]
         if took is not None:
@@ -359,12 +252,8 @@ def _nbytes(row: PlanRow) -> int:
     return row.scheme.nbytes(row.site.shape, _packed(row))
 
 
-def _config(table: Table, chosen: dict[str, int]) -> FqnToConfig:
-    return FqnToConfig({name: table[name][i].config for name, i in chosen.items()})
-
-
 def _solve(
-    model: nn.Module, rows: dict[str, list[PlanRow]], solver: Any, batches: list[Any], progress: Any
+    model: nn.Module, rows: dict[str, list[PlanRow]], solver: Any, batches: list[Any], told: Callback
 ) -> dict[str, list[AffineQuantizedTensor]]:
     """Quantize each weight under each candidate, with the float model's inputs."""
     solved: dict[str, list[AffineQuantizedTensor]] = {}
@@ -372,13 +261,16 @@ def _solve(
     for names, seen in stages(model, weights, solver, batches, optional=False):
         for name in names:
             solved[name] = [solve(row, solver, seen.get(name)).weight.to_layout(_packed(row)) for row in rows[name]]
-            if progress is not None:
-                progress(len(solved), len(rows), f"solving {name}")
+            told(len(solved), len(rows), f"solving {name}")
     return {name: solved[name] for name in rows}
 
 
 def _text(row: PlanRow) -> str:
     return "" if row.scheme is None else row.scheme.describe()
+
+
+def _short(row: PlanRow) -> str:
+    return "" if row.scheme is None else row.scheme.shorten()
 
 
 def _packed(row: PlanRow) -> str:
@@ -397,7 +289,7 @@ def _weight_only(row: PlanRow) -> bool:
 
 def _losses(
     model: nn.Module, rows: dict[str, list[PlanRow]], solved: dict[str, list[AffineQuantizedTensor]], known: Table,
-    batches: list[Any], measure: losses.Divergence, progress: Any,
+    batches: list[Any], measure: losses.Divergence, told: Callback,
 ) -> Table:  # fmt: skip
     """Measure the loss of the model with one weight replaced, for each weight and each option."""
     expected = losses.references(model, batches)
@@ -411,8 +303,7 @@ def _losses(
             )
             table[name].append(replace(option, nbytes=w.nbytes, loss=max(loss, 0.0)))
         table[name] += known[name][len(options) :]
-        if progress is not None:
-            progress(len(table), len(rows), f"measuring {name}")
+        told(len(table), len(rows), f"measuring {name}")
     return table
 
 

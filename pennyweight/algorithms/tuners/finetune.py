@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...core import blocks
 from ...core.arguments import check_arguments, check_number
 from ...core.numerics import Parts, dequantize, part_value
+from ...core.progress import Progress, step
 from ...core.qparams import Params
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
@@ -35,7 +36,7 @@ def improve(
     sweeps: int = 2,
     damping: float = 0.01,
     tuner: Tuner | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress = None,
 ) -> Report:
     """Reduce the output error of a quantized model's layers in place; specs, layouts, sizes and names do not change.
 
@@ -44,6 +45,7 @@ def improve(
     batches         calibration data, see :func:`quantize_`
     sweeps          of scale refitting (if scales are stored as floats) and of coordinate descent
     tuner           applied afterwards, such as ``Tune()``; default: none
+    progress        a bar after two seconds by default; False: none; or a function, called with (done, total, name)
 
     Candidates for each weight, in the model's call order: the existing codes, second-order rounding onto the existing
     grid, and refinements of the better one. Each row keeps the candidate with the smallest output error tr(D H D^T), so
@@ -70,13 +72,12 @@ def improve(
     if not batches:
         raise PlanError("improve needs calibration data; pass batches")
     rows: dict[str, Row] = {}
-    with torch.inference_mode(False), torch.no_grad():
+    with step("improve", progress) as told, torch.inference_mode(False), torch.no_grad():
         weights = {id(w): name for name, (_, w, _) in found.items()}
         for names, seen in CalibrationLoop(model, weights, batches, ("hessian",)).stages():
             for name in names:
                 rows[name] = _improve(*found[name], seen.get(name, CollectedStatistics()), sweeps, damping)
-                if progress is not None:
-                    progress(len(rows), len(found), name)
+                told(len(rows), len(found), name)
         for name in found.keys() - rows.keys():
             where, w, _ = found[name]
             rows[name] = _row(where, w, None, None, "no calibration data; unchanged")

@@ -8,6 +8,7 @@ torch's kernels run instead, and its first use warns.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
 import warnings
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch  # before the library: it brings the OpenMP runtime
 
+_LOG = logging.getLogger(__name__)
 LIBRARY = Path(__file__).with_name("_native.so")
 REMEDY = "Install g++ and run `pip install --force-reinstall --no-deps pennyweight`, or install a wheel"
 OFF = LIBRARY.with_suffix(".off")  # written by setup.py if PENNYWEIGHT_NATIVE=0 when the package was installed
@@ -186,6 +188,8 @@ def load() -> ctypes.CDLL | str:
     if lib.pw_isa_use(wanted.encode()) < 0:
         names = ", ".join(_isas(lib))
         raise RuntimeError(f"PENNYWEIGHT_CPU_ISA={wanted!r} is not available; this machine has: {names}")
+    if not torch.compiler.is_compiling():
+        _LOG.info("native CPU kernels: %s, instruction sets %s", LIBRARY, ", ".join(_isas(lib)))
     return lib
 
 

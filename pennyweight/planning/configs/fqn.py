@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...core.arguments import show
 from ...core.errors import ArgumentTypeError
@@ -30,6 +30,15 @@ class FqnToConfig(AOBaseConfig):
     fqn_to_config: Mapping[str, AOBaseConfig | None] = field(default_factory=dict)
     module_fqn_to_config: Mapping[str, AOBaseConfig | None] = field(default_factory=dict)
     version: int = 1
+
+    if TYPE_CHECKING:  # what is passed may be short names; what is held are configs
+
+        def __init__(
+            self,
+            fqn_to_config: Mapping[str, AOBaseConfig | str | None] = ...,
+            module_fqn_to_config: Mapping[str, AOBaseConfig | str | None] = ...,
+            version: int = ...,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         if self.fqn_to_config and self.module_fqn_to_config and self.fqn_to_config != self.module_fqn_to_config:

@@ -267,7 +267,7 @@ class Convert(Pipeline):
         note = f"tied: {', '.join(other for other, _, _ in group[1:])}" if len(group) > 1 else ""
         size, noise, kind = int(latent.nbytes), sqnr(latent, w.dequantize()), module.plain.__name__
         row = Row(name, kind, tuple(w.shape), str(fake.scheme), kernel, size, int(w.nbytes), noise, note)
-        row.scheme_text = fake.scheme.describe()
+        row.scheme_text, row.scheme_short = fake.scheme.describe(), fake.scheme.shorten()
         return w, row
 
 

@@ -113,7 +113,7 @@ def test_what_is_slower_is_left_as_it_is() -> None:
     data = json.loads(found.to_json())
     assert data["float_seconds"] == pytest.approx(0.1)
     assert data["table"]["up.weight"][3]["scheme"] == "as it is"
-    assert "the speed of float" in str(found)
+    assert "faster than float" in str(found)
 
 
 def test_budgets_combine() -> None:

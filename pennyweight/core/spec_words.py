@@ -1,0 +1,83 @@
+"""Specs in words: a short form for tables and ``print(model)``, and one with all that matters to a user."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .spec import SHORT, ActivationSpec, QuantSpec
+
+# The field's names of formats that have another in the format table
+_FLOATS = {"e4m3": "float8 e4m3", "e5m2": "float8 e5m2", "e3m2": "float6 e3m2", "e2m3": "float6 e2m3",
+           "e2m1": "float4 e2m1"}  # fmt: skip
+_MX = {"e4m3": "mxfp8", "e5m2": "mxfp8 e5m2", "e3m2": "mxfp6 e3m2", "e2m3": "mxfp6 e2m3", "e2m1": "mxfp4"}
+
+
+def shorten(spec: QuantSpec, act: ActivationSpec | None = None) -> str:
+    """Bits, granularity and activation: "int4, groups of 64", "int8 per row; inputs int8", "nf4, groups of 64".
+
+    An integer format is named by its bits, as in the names of configs: whether its codes have a sign is a detail of how
+    they are stored. :func:`describe` tells the rest.
+    """
+    text = _with_granularity(_format(spec), spec)
+    if act is None:
+        return text
+    return f"{text}; inputs {_format(act.spec)}" + ("" if act.mode == "dynamic" else f" {act.mode}")
+
+
+def _with_granularity(name: str, spec: QuantSpec) -> str:
+    how = _granularity(spec)
+    return f"{name} {how}" if how.startswith("per ") else f"{name}, {how}"
+
+
+def _format(spec: QuantSpec) -> str:
+    name, scale = spec.format.name, spec.scale
+    if spec.format.kind == "int":
+        return name.removeprefix("u")
+    nested = scale.format.name if isinstance(scale, QuantSpec) else ""
+    if nested == "e8m0":
+        return _MX.get(name, name)
+    return "nvfp4" if (name, nested) == ("e2m1", "e4m3") else _FLOATS.get(name, name)
+
+
+def describe(spec: QuantSpec) -> str:
+    """A spec in words: "int4, groups of 64, symmetric, bf16 scales"."""
+    terms = [str(spec.format), _granularity(spec)]
+    if spec.format.kind == "int":
+        terms.append("asymmetric" if spec.zero_point or spec.offset is not None else "symmetric")
+    if isinstance(spec.scale, QuantSpec):
+        above = spec.scale.scale
+        nested = "" if above is None else f" ({_granularity(spec.scale)}, {_short(above)} scales)"
+        terms.append(f"{spec.scale.format} scales{nested}")
+    elif spec.scale is not None:
+        terms.append(f"{_short(spec.scale)} scales")
+    return ", ".join(terms)
+
+
+def describe_activation(act: ActivationSpec) -> str:
+    """An activation in words: "inputs int8 per row, dynamic", "inputs int8 in groups of 128 columns, dynamic"; of a
+    convolution "per sample", of a transposed one "per position"."""
+    block, how = act.spec.block, _granularity(act.spec)
+    if block is not None and len(block) == 1 and block[0] > 1:
+        how = f"in groups of {block[0]} columns"
+    elif block is not None and len(block) > 1 and block[0] == -1 and len(set(block[1:])) == 1:
+        how = {-1: "per sample", 1: "per position"}.get(block[1], how)
+    return f"inputs {act.spec.format} {how}, {act.mode}"
+
+
+def _granularity(spec: QuantSpec) -> str:
+    block = spec.block
+    if block is None:
+        return "per tensor"
+    last, others = block[-1], set(block[:-1])
+    if others <= {1}:
+        return "per row" if last == -1 else "per element" if last == 1 else f"groups of {last}"
+    if block[0] > 1 and set(block[1:]) == {1}:  # of a transposed convolution
+        return f"groups of {block[0]}"
+    kernels, rest = block[0], set(block[2:] if len(block) > 2 and block[1] == 1 else block[1:])
+    if rest == {-1}:  # whole kernels, as convolutions have them
+        return "per output channel" if kernels == -1 else f"groups of {kernels} input channels"
+    return f"blocks of {'×'.join('all' if size == -1 else str(size) for size in block)}"
+
+
+def _short(kind: Any) -> str:
+    return str(kind.format) if isinstance(kind, QuantSpec) else SHORT[kind]
