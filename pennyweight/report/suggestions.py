@@ -217,7 +217,7 @@ def _more_bits(comparison: Comparison, sources: Mapping[str, Source]) -> list[Ch
     once = [w for w in comparison.quantized if not w.tied and w.type != "Embedding" and w.layer_sqnr is not None]
     worst = sorted(once, key=lambda w: -_noise(w))
     narrow = [w for w in worst if w.bits_per_weight < 7.5]
-    out = []
+    out = _finer(comparison, narrow) if _uniform(comparison) else []
     inputs = [w for w in worst if w.name in sources and sources[w.name].share > 0.5]
     if inputs:
         pairs = [(_module(w), "int8" if w.bits_per_weight > 7 else "int4:32") for w in inputs[:4]]
@@ -235,16 +235,20 @@ def _more_bits(comparison: Comparison, sources: Mapping[str, Source]) -> list[Ch
         if len(narrow) > count:
             options = tuple(x for w in narrow[:count] for x in ("--layer", f"{_module(w)}=int8"))
             out.append(Change(options, f"these {count} layers have the largest error"))
-    if not _uniform(comparison):
-        return out
-    bits = comparison.bits_per_weight or 8
-    if 4 <= bits < 6.5 and any("[128]" in w.scheme or "[64]" in w.scheme for w in narrow):
-        out.append(Change(("--config", "int4", "--group-size", "32"), "smaller groups follow the weights better", True))
-    elif bits < 4:
-        out.append(Change(("--config", "int4", "--group-size", "32"), "fewer than 4 bits cost much", True))
+    return out
+
+
+def _finer(comparison: Comparison, narrow: list[Layer]) -> list[Change]:
+    """Other configs for all layers."""
+    out, bits = [], comparison.bits_per_weight or 8
     if bits < 6.5:
         acts = any(" × " in w.scheme for w in comparison.quantized)
         out.append(Change(("--config", "int8-dynamic" if acts else "int6"), "more bits everywhere", True))
+    groups = ("--config", "int4", "--group-size", "32")
+    if 4 <= bits < 6.5 and any("[128]" in w.scheme or "[64]" in w.scheme for w in narrow):
+        out.append(Change(groups, "smaller groups follow the weights better", True))
+    elif bits < 4:
+        out.append(Change(groups, "fewer than 4 bits cost much", True))
     return out
 
 

@@ -218,7 +218,8 @@ def test_speed_in_turn() -> None:
     (first, again), (one, many) = model_speeds([model, slow], batches, rounds=3)
     assert (first.speed, first.low, first.high) == (1, 1, 1)
     assert again.what == many.what == "many"
-    assert one.low <= one.speed <= one.high < 1  # sixty layers more
+    assert one.low <= one.speed <= one.high
+    assert one.speed < 1  # sixty layers more
     assert one.seconds > 0
     with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
         model_speeds([model], batches, rounds=0)
