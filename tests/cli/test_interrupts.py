@@ -113,6 +113,7 @@ def test_push(
     assert run("quantize", plain, tmp_path / "small", *INT4).exit_code == 0
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
     def job(name: str, *signals: tuple[int, int]) -> dict[str, Any]:
         return {
