@@ -123,10 +123,10 @@ def test_push(
         }
 
     whole, *results = stopped(
-        [job("whole"), job("first", (1, INT)), job("later", (2, TERM)), job("first"), job("later")]
+        [job("whole"), job("first", (1, INT)), job("later", (1, TERM)), job("first"), job("later")]
     )
     assert (whole.status, whole.stderr) == (0, "")
-    assert whole.moments >= 2
+    assert whole.moments >= 1
     assert [r.status for r in results] == [130, 143, 0, 0]
     assert [r.stderr for r in results[:2]] == [SAID[INT] + HINT, SAID[TERM] + HINT]
     for name in ("first", "later"):
