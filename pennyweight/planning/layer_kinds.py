@@ -11,7 +11,7 @@ _NORM = re.compile(r"norm|(?:^|_)ln(?:_?\w)?$|^bn\d*$|^ln_")
 _HEAD = re.compile(r"head|^output$|classifier|^score$|^fc$|^cls\b|pooler|^proj_out$")
 _BY_NAME = (
     ("embeddings", re.compile(r"embed|\bembd|_embd|\bwte\b|\bwpe\b|(?:^|\.)(?:shared|relative_attention_bias)$")),
-    ("attention", re.compile(r"att|\b[qkvo]_proj\b|qkv|\bto_[qkv]\b|to_out|\b(?:query|key|value)\b")),
+    ("attention", re.compile(r"att|\b[qkvo]_proj\b|qkv|\bto_[qkv]\b|to_out|\b(?:query|key|value)\b|(?:^|\.)[qkvo]$")),
     ("MLP", re.compile(r"mlp|ffn|ff\b|feed_?forward|experts?\b|fc\d|dense|gate|\b(?:up|down)(?:_proj)?\b|lin\d")),
     ("convolutions", re.compile(r"conv[^.]*$")),
 )
