@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..planning.layer_kinds import kind_of_layer
 from .command import OUTPUT
-from .inspect_groups import StoredEntry, groups, kind, totals
+from .inspect_groups import StoredEntry, groups, totals
 from .options import AllowPickle, Json, Traceback
 from .output import check_report_path, report_errors, show, table
 
@@ -73,7 +74,12 @@ class Contents:
             "bits_per_parameter": self.bits_per_parameter,
             "kinds": totals(self.tensors),
             "tensors": [
-                {**asdict(t), "shape": list(t.shape), "tied": list(t.tied), "kind": kind(t.name, t.shape)}
+                {
+                    **asdict(t),
+                    "shape": list(t.shape),
+                    "tied": list(t.tied),
+                    "kind": kind_of_layer(t.name, rank=len(t.shape)),
+                }
                 for t in self.tensors
             ],
         }

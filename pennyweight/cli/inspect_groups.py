@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from ..planning.layer_kinds import KINDS, kind_of_layer
 
 
 @dataclass(frozen=True)
@@ -27,36 +28,6 @@ class StoredEntry:
         for size in self.shape:
             n *= size
         return n
-
-
-KINDS = ("embeddings", "attention", "MLP", "convolutions", "norms", "head", "other")
-# The kind of a module by its name, for models of transformers, timm, diffusers, llama.cpp and the original
-# repositories. The innermost module decides about norms, the whole name about the rest; the first match applies.
-_NORM = re.compile(r"norm|(?:^|_)ln(?:_?\w)?$|^bn\d*$|^ln_")
-_HEAD = re.compile(r"head|^output$|classifier|^score$|^fc$|^cls\b|pooler|^proj_out$")
-_BY_NAME = (
-    ("embeddings", re.compile(r"embed|\bembd|_embd|\bwte\b|\bwpe\b|(?:^|\.)(?:shared|relative_attention_bias)$")),
-    ("attention", re.compile(r"att|\b[qkvo]_proj\b|qkv|\bto_[qkv]\b|to_out|\b(?:query|key|value)\b")),
-    ("MLP", re.compile(r"mlp|ffn|ff\b|feed_?forward|experts?\b|fc\d|dense|gate|\b(?:up|down)(?:_proj)?\b|lin\d")),
-    ("convolutions", re.compile(r"conv[^.]*$")),
-)
-_NUMBER = re.compile(r"(?:^|\.)\d+\.")  # of a repeated block, inside which nothing is the model's head
-_OWN_NAMES = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-
-
-def kind(name: str, shape: Sequence[int]) -> str:
-    """The kind of layer that a tensor belongs to, by its name; "other" if the name says nothing."""
-    module, _, last = name.rpartition(".")
-    module = (module if last in _OWN_NAMES else name).lower()
-    if _NORM.search(module.rpartition(".")[2]):
-        return "norms"
-    head = _HEAD.search(module)
-    if head is not None and not _NUMBER.search(module[: head.start()]) and "embed" not in module:
-        return "head"
-    for found, pattern in _BY_NAME:
-        if pattern.search(module):
-            return found
-    return "convolutions" if len(shape) in (4, 5) else "other"
 
 
 def groups(tensors: Iterable[StoredEntry]) -> list[tuple[str, list[StoredEntry]]]:
@@ -91,7 +62,7 @@ def totals(tensors: Iterable[StoredEntry]) -> dict[str, dict[str, int]]:
     """tensors, parameters and bytes of each kind that occurs; tied tensors count once."""
     out = {name: {"tensors": 0, "parameters": 0, "bytes": 0} for name in KINDS}
     for t in tensors:
-        row = out[kind(t.name, t.shape)]
+        row = out[kind_of_layer(t.name, rank=len(t.shape))]
         row["tensors"] += 1
         row["parameters"] += t.numel
         row["bytes"] += t.bytes

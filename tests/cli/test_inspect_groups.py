@@ -10,7 +10,8 @@ import torch
 
 import pennyweight as pw
 from pennyweight.cli.inspect import contents
-from pennyweight.cli.inspect_groups import KINDS, StoredEntry, groups, kind, totals
+from pennyweight.cli.inspect_groups import StoredEntry, groups, totals
+from pennyweight.planning.layer_kinds import KINDS, kind_of_layer
 from pennyweight.planning.report import size
 from tests.io.hub_server import Hub
 
@@ -66,13 +67,13 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kind(name: str) -> None:
-    assert kind(name, (4, 4)) == NAMES[name]
+    assert kind_of_layer(name) == NAMES[name]
 
 
 def test_totals_count_everything_once(writer: Path) -> None:
     tensors = contents(str(writer)).tensors
     found = totals(tensors)
-    assert list(found) == [k for k in KINDS if k in found] == ["embeddings", "attention", "MLP", "norms", "head"]
+    assert list(found) == [k for k in KINDS if k in found] == ["embeddings", "attention", "MLP", "head", "norms"]
     assert sum(row["tensors"] for row in found.values()) == len(tensors)
     assert sum(row["parameters"] for row in found.values()) == sum(t.numel for t in tensors)
     assert sum(row["bytes"] for row in found.values()) == sum(t.bytes for t in tensors)

@@ -113,6 +113,7 @@ def test_push(
     assert run("quantize", plain, tmp_path / "small", *INT4).exit_code == 0
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
     def job(name: str, *signals: tuple[int, int]) -> dict[str, Any]:
         return {
@@ -122,10 +123,10 @@ def test_push(
         }
 
     whole, *results = stopped(
-        [job("whole"), job("first", (1, INT)), job("later", (2, TERM)), job("first"), job("later")]
+        [job("whole"), job("first", (1, INT)), job("later", (1, TERM)), job("first"), job("later")]
     )
     assert (whole.status, whole.stderr) == (0, "")
-    assert whole.moments >= 2
+    assert whole.moments >= 1
     assert [r.status for r in results] == [130, 143, 0, 0]
     assert [r.stderr for r in results[:2]] == [SAID[INT] + HINT, SAID[TERM] + HINT]
     for name in ("first", "later"):

@@ -54,6 +54,15 @@ def test_every_command_has_the_option(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
+def test_the_page_names_the_keys(name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    (row,) = [
+        line for line in page.partition("## JSON")[2].splitlines() if line.startswith("|") and f"`{name}`" in line
+    ]
+    assert {key for key in CASES[name][1] if f"`{key}`" not in row} == set()
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
 def test_stdout_is_json(name: str, places: dict[str, Any], run: Any, tmp_path: Path) -> None:
     if name == "export-onnx":
         pytest.importorskip("onnxscript")
