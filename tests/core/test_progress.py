@@ -208,7 +208,7 @@ def test_other_threads_have_no_second_bar(drawn):
 
 
 def test_a_wrong_value_is_refused():
-    with pytest.raises(TypeError, match="progress must be None, True, False or a function"):
+    with pytest.raises(TypeError, match=r"progress must be a function \(done, total, name\), True or False"):
         pw.quantize_(nn.Sequential(nn.Linear(64, 64)), "int8", progress="yes")
 
 
