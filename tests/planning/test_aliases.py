@@ -69,7 +69,7 @@ def test_a_name_with_an_algorithm_needs_data() -> None:
 def test_wrong_names_and_sizes() -> None:
     with pytest.raises(ValueError, match=r"unknown config 'int88' \(did you mean 'int8'.*Known: int8, int8-dynamic"):
         by_name("int88")
-    with pytest.raises(ValueError, match="group_size=0: must be a positive integer"):
+    with pytest.raises(ValueError, match="group_size must be a positive integer, got 0"):
         by_name("int4", 0)
 
 
