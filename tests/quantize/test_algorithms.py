@@ -287,7 +287,7 @@ def test_remedies() -> None:
             {"calibration": data[0]},
             r"calibration must be a list of batches, got a tensor of shape .*: calibration=\[batch\]",
         ),
-        ({"calibration": {"x": data[0]}}, "got a state dict of 1 tensors; one batch is a list of one"),
+        ({"calibration": {"x": data[0]}}, "got one dict; one batch is a list of one"),
         ({"calibration": data, "algorithm": "gptqq"}, "did you mean 'gptq'"),
         ({"calibration": data, "filter_fn": lambda m, n: False}, "nothing would be quantized"),
     ):
