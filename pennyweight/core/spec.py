@@ -285,7 +285,7 @@ class ActivationSpec:
                 f"ActivationSpec: spec must be a QuantSpec such as QuantSpec(pw.get_format('int8'), (-1,)), got "
                 f"{show(self.spec)}"
             )
-        check_choice("ActivationSpec: mode", self.mode, ("dynamic", "static"))
+        check_choice("ActivationSpec.mode", self.mode, ("dynamic", "static"))
         if isinstance(self.spec.zero_point, Format):  # packing a single number saves nothing
             if self.spec.zero_point is not self.spec.format:
                 raise ValueError(f"ActivationSpec: zero points must be in the range of the codes, got {self.spec}")

@@ -108,7 +108,11 @@ class File(RawFile):
         length = int.from_bytes(self._read_at(0, 8), "little")
         if not 2 <= length <= self.size - 8:
             start = self._read_at(0, 8)
-            begin = f"it begins with {start!r}" if start.isascii() and start.strip() else f"header of {length} bytes"
+            begin = (
+                f"it begins with {start!r}"
+                if all(32 <= c < 127 or c in b"\t\r\n" for c in start)
+                else f"header of {length} bytes"
+            )
             raise CheckpointError(
                 self.path, None, f"{begin} in a file of {self.size} bytes: not a safetensors file{_READ}"
             )

@@ -165,7 +165,7 @@ def golden(
         check_number(name, value, integer=True, positive=True)
     some = [_inputs(batch) for batch in batches_of(batches)]
     if not some:
-        raise ValueError("batches has no batch; golden outputs need at least one")
+        raise ValueError("batches is empty; golden outputs need at least one batch")
     nbytes = sum(t.nbytes for batch in some for t in (batch.values() if isinstance(batch, Mapping) else batch))
     if nbytes > MAX_INPUT_BYTES:
         raise ValueError(f"inputs of {nbytes:,} bytes; golden outputs allow a few prompts, {MAX_INPUT_BYTES:,} bytes")

@@ -161,7 +161,7 @@ DATA: list[Row] = [
     ("pw.compare(mlp, quantized, [narrow])", ArgumentError, ("(4, 63)", "layer '0'", "takes (..., 64)")),
     ("pw.compare(mlp, quantized, [])", ValueError, ("nothing to compare", "no batch was given")),
     ("pw.golden(mlp, [narrow])", ArgumentError, ("(4, 63)", "layer '0'", "takes (..., 64)")),
-    ("pw.golden(mlp, [])", ValueError, ("batches has no batch", "at least one")),
+    ("pw.golden(mlp, [])", ValueError, ("batches is empty", "at least one batch")),
     ("quantized(narrow)", ArgumentError, ("layer '0' (Linear)", "(4, 63)", "(128, 64)", "must be 64")),
     ("int4_model(narrow)", ArgumentError, ("layer '0' (Linear)", "(4, 63)", "(128, 64)", "must be 64")),
     ("dynamic(narrow)", ArgumentError, ("layer '0' (Linear)", "(4, 63)", "(128, 64)", "must be 64")),

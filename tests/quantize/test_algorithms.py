@@ -282,12 +282,12 @@ def test_remedies() -> None:
     before = copy.deepcopy(model)
     for options, text in (
         ({"algorithm": "gptq"}, "algorithm gptq needs calibration data; pass calibration=batches"),
-        ({"calibration": []}, "calibration has no batches; algorithm auto needs calibration data"),
+        ({"calibration": []}, "calibration has no batches, and algorithm auto needs calibration data"),
         (
             {"calibration": data[0]},
-            r"calibration must be a list of batches, got one Tensor; pass calibration=\[batch\]",
+            r"calibration must be a list of batches, got a tensor of shape .*: calibration=\[batch\]",
         ),
-        ({"calibration": {"x": data[0]}}, "got one dict"),
+        ({"calibration": {"x": data[0]}}, "got one dict; one batch is a list of one"),
         ({"calibration": data, "algorithm": "gptqq"}, "did you mean 'gptq'"),
         ({"calibration": data, "filter_fn": lambda m, n: False}, "nothing would be quantized"),
     ):

@@ -255,7 +255,7 @@ def test_forms_of_batches(batches: Any) -> None:
         ({"pooling": "max"}, "pooling must be one of mean, first, last"),
         ({"labels": "all"}, "labels must be one of next, same, none"),
         ({"batches": []}, "there is nothing to compare: no batch was given"),
-        ({"batches": 3}, "batches must be tensors, tuples of arguments or mappings, got int"),
+        ({"batches": 3}, "batches must be a list of batches .* got 3"),
     ],
 )
 def test_what_means_nothing_is_refused(how: dict, message: str) -> None:

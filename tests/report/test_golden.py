@@ -132,7 +132,7 @@ def test_tensors() -> None:
         ([], {}, "at least one batch"),
         ([{"input_ids": torch.zeros(1, 2, dtype=torch.long), "use_cache": False}], {}, "input 'use_cache' is bool"),
         ([torch.zeros(1, 1 << 18)], {}, "1,048,576 bytes; golden|allow a few prompts"),
-        ([torch.zeros(1, 32)], {"k": 0}, "k and rows must be positive, got 0 and 64"),
+        ([torch.zeros(1, 32)], {"k": 0}, "k must be a positive integer, got 0"),
         ([torch.zeros(1, 32)], {"kind": "embeddings"}, "kind must be one of logits, tensor"),
     ],
 )

@@ -77,7 +77,8 @@ def _check_list(batches: Any, what: str) -> None:
         return
     else:
         remedy = ""
-    raise ArgumentTypeError(f"{what} must be a list of batches, got {show(batches)}{remedy}; a batch is {_BATCH}")
+    given = f"one {type(batches).__name__}" if isinstance(batches, Mapping) else show(batches)
+    raise ArgumentTypeError(f"{what} must be a list of batches, got {given}{remedy}; a batch is {_BATCH}")
 
 
 def _check(batch: Any, name: str) -> None:

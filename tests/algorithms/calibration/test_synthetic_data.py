@@ -44,5 +44,5 @@ def test_calibration_without_data_beats_none() -> None:
 def test_what_writes_nothing_is_refused() -> None:
     with pytest.raises(PlanError, match="Sequential cannot generate text"):
         pw.sample(mlp())
-    with pytest.raises(PlanError, match="length=1"):
+    with pytest.raises(ValueError, match="length must be an integer of at least 2, got 1"):
         pw.sample(llama(), length=1)
