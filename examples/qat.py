@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import pennyweight as pw
 from pennyweight.training import Teacher
 
-CONFIG = "uint2:32"  # 2 bits in groups of 32, each with a scale and a zero point
+CONFIG = pw.UIntXWeightOnlyConfig("uint2", group_size=32)  # 2 bits, a scale and a zero point for each group
 
 
 def digits() -> tuple[Tensor, Tensor]:
