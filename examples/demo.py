@@ -114,7 +114,7 @@ def embed(model: torch.nn.Module, texts: list[str], batch: int = 16) -> torch.Te
 
 def reload_in_this_process(out: str, texts: str, result: str) -> None:
     """The subprocess of `embed_in_new_process`: loads the saved files into models with random weights."""
-    config = transformers.AutoConfig.from_pretrained(MODEL)
+    config = transformers.BertConfig.from_pretrained(MODEL)
     models = {name: pw.load(Path(out, name), transformers.BertModel(config).eval()) for name in CONFIGS}
     sentences = json.loads(Path(texts).read_text())
     torch.save({name: embed(model, sentences) for name, model in models.items()}, result)
@@ -226,15 +226,15 @@ def run(out: Path, full: bool, console: Console, bar: Progress) -> None:
 
     table = Table(title="Result", title_justify="left", title_style="bold")
     table.add_column("")
-    for column in ("file", "only linear\nlayers", "cosine to float32\nmean, least", "finds the\nanswer"):
+    for column in ("file\n(smaller)", "only linear\nlayers", "cosine to float32\nmean, least", "finds the\nanswer"):
         table.add_column(column, justify="right")
-    table.add_column("1 sentence")
-    table.add_column("16 sentences")
+    for column in ("time of\n1 sentence", "time of\n16 sentences"):
+        table.add_column(column, no_wrap=True)
     for i, name in enumerate(models):
         size, only_linear = sizes[name]
         cosine, found = qualities[name]
         table.add_row(
-            name, f"{size:.1f} MB" + (f", {whole / size:.1f}× smaller" if i else ""),
+            name, f"{size:.1f} MB ({whole / size:.1f}×)",
             f"{only_linear:.1f} MB", f"{cosine.mean():.4f}, {cosine.min():.4f}", f"{found:.1%}",
             *(f"{1e3 * t[0]:.1f} ms" if i == 0 else times(t[i], t[0]) for t in (one, many)),
         )  # fmt: skip

@@ -28,7 +28,7 @@ def batches(count: int) -> list[Tensor]:
 def model_to_train() -> LlamaForCausalLM:
     torch.manual_seed(0)
     size = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=256, initializer_range=0.08, **size))
+    return LlamaForCausalLM(LlamaConfig.from_dict({"vocab_size": 256, "initializer_range": 0.08, **size}))
 
 
 def train(model: LlamaForCausalLM, data: list[Tensor], dtype: torch.dtype) -> float:

@@ -28,7 +28,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def trained_model(ids: torch.Tensor, vocabulary: int) -> LlamaForCausalLM:
     torch.manual_seed(0)
     size = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, bos_token_id=None, eos_token_id=None, **size))
+    model = LlamaForCausalLM(LlamaConfig.from_dict({"vocab_size": vocabulary, "eos_token_id": None, **size}))
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
     for _ in range(40):
         model(input_ids=ids, labels=ids).loss.backward()

@@ -29,7 +29,7 @@ def batches(count: int, seed: int) -> list[Tensor]:
 def trained_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     size = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, initializer_range=0.08, **size))
+    model = LlamaForCausalLM(LlamaConfig.from_dict({"vocab_size": 256, "initializer_range": 0.08, **size}))
     optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
     for step, ids in enumerate(batches(240, seed=0), 1):
         loss = model(input_ids=ids, labels=ids).loss

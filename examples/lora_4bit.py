@@ -43,7 +43,7 @@ def loss(model: nn.Module) -> float:
 def main() -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4}
-    base = LlamaForCausalLM(LlamaConfig(vocab_size=256, initializer_range=0.08, **sizes))
+    base = LlamaForCausalLM(LlamaConfig.from_dict({"vocab_size": 256, "initializer_range": 0.08, **sizes}))
     train(base, batches(SOURCES, 150, seed=0), lr=5e-3)
     report = pw.quantize_(base, pw.NF4WeightOnlyConfig(), skip=["lm_head"])
     print(f"base: {report.summary()}; loss on English {loss(base):.3f}")

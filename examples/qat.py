@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import pennyweight as pw
 from pennyweight.training import Teacher
 
-INT2 = pw.IntxWeightOnlyConfig(torch.int2, pw.PerGroup(32), pw.MappingType.ASYMMETRIC)
+CONFIG = pw.UIntXWeightOnlyConfig("uint2", group_size=32)  # 2 bits, a scale and a zero point for each group
 
 
 def digits() -> tuple[Tensor, Tensor]:
@@ -37,15 +37,15 @@ def main() -> None:
             optimizer.zero_grad()
 
     teacher, nearest = Teacher(model), copy.deepcopy(model)  # the teacher is a frozen copy of the float model
-    pw.quantize_(nearest, INT2)
-    pw.quantize_(model, pw.QATConfig(INT2, step="prepare"))  # forward passes now use the 2-bit weights
+    pw.quantize_(nearest, CONFIG)
+    pw.quantize_(model, pw.QATConfig(CONFIG, step="prepare"))  # forward passes now use the 2-bit weights
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
     for _ in range(12):
         for batch in torch.randperm(len(train_x)).split(64):
             teacher.loss(model(train_x[batch]), train_x[batch]).backward()  # KL divergence from the float model
             optimizer.step()
             optimizer.zero_grad()
-    print(pw.quantize_(model, pw.QATConfig(INT2, step="convert")))  # bit for bit the weights that were trained
+    print(pw.quantize_(model, pw.QATConfig(CONFIG, step="convert")))  # bit for bit the weights that were trained
 
     with torch.no_grad():
         for name, one in (("float", teacher.model), ("2 bits, round-to-nearest", nearest), ("2 bits, trained", model)):

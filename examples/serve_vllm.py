@@ -22,7 +22,7 @@ import pennyweight as pw
 def random_model(folder: Path) -> Path:
     torch.manual_seed(0)
     size = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
-    LlamaForCausalLM(LlamaConfig(vocab_size=512, **size)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig.from_dict({"vocab_size": 512, **size})).save_pretrained(folder)
     return folder
 
 

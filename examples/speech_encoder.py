@@ -32,7 +32,7 @@ def milliseconds(models: list[nn.Module], clip: Tensor) -> list[float]:
 def main() -> None:
     torch.manual_seed(0)
     size = {"d_model": 384, "encoder_attention_heads": 6, "encoder_ffn_dim": 1536}  # those of Whisper-tiny
-    model = WhisperEncoder(WhisperConfig(encoder_layers=4, max_source_positions=500, **size)).eval()
+    model = WhisperEncoder(WhisperConfig.from_dict({"encoder_layers": 4, "max_source_positions": 500, **size})).eval()
     clip = torch.randn(1, 80, 1000)  # [batch, mel bins, frames]: ten seconds
 
     small = copy.deepcopy(model)

