@@ -5,7 +5,10 @@ Pages that are also read where the repository is hosted stay plain Markdown.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from docutils import nodes
 
 from . import notebooks
 from .project import DOCS, ROOT
@@ -45,6 +48,16 @@ def add(app: Any, docname: str, source: list[str]) -> None:
             source[0] = source[0].replace(mark, table())
 
 
+def mark_drawings(app: Any, doctree: nodes.document) -> None:
+    """Class "on-white" for SVG files that do not adapt to a dark page; the style sheet gives them a white one."""
+    for image in doctree.findall(nodes.image):
+        path = Path(app.srcdir, image["uri"])
+        if path.suffix == ".svg" and path.exists() and "only-dark" not in image["classes"]:
+            if "prefers-color-scheme" not in path.read_text(encoding="utf-8"):
+                image["classes"].append("on-white")
+
+
 def setup(app: Any) -> dict[str, bool]:
     app.connect("source-read", add)
+    app.connect("doctree-read", mark_drawings)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
