@@ -8,8 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from docutils import nodes
-
 from . import notebooks
 from .project import DOCS, ROOT
 
@@ -48,13 +46,14 @@ def add(app: Any, docname: str, source: list[str]) -> None:
             source[0] = source[0].replace(mark, table())
 
 
-def mark_drawings(app: Any, doctree: nodes.document) -> None:
+def mark_drawings(app: Any, doctree: Any) -> None:
     """Class "on-white" for SVG files that do not adapt to a dark page; the style sheet gives them a white one."""
-    for image in doctree.findall(nodes.image):
+    for image in doctree.findall(lambda node: node.tagname == "image"):
         path = Path(app.srcdir, image["uri"])
-        if path.suffix == ".svg" and path.exists() and "only-dark" not in image["classes"]:
-            if "prefers-color-scheme" not in path.read_text(encoding="utf-8"):
-                image["classes"].append("on-white")
+        if path.suffix != ".svg" or not path.exists() or "only-dark" in image["classes"]:
+            continue
+        if "prefers-color-scheme" not in path.read_text(encoding="utf-8"):
+            image["classes"].append("on-white")
 
 
 def setup(app: Any) -> dict[str, bool]:
