@@ -26,24 +26,27 @@ SITE = ROOT / "build" / "site"
 
 
 def sphinx(builder: str, source: Path, out: Path, environment: dict[str, str] | None = None) -> None:
-    """Run Sphinx with warnings as errors, in a process of its own."""
+    """Run Sphinx with warnings as errors, in a process of its own.
+
+    It writes all pages (-a, -E): those without changes would keep the navigation of their last build.
+    """
     doctrees = ROOT / "build" / "doctrees" / out.name
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-j", "2", "-b", builder]
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-j", "2", "-a", "-E", "-b", builder]
     command += ["-d", str(doctrees), str(source), str(out)]
     if subprocess.run(command, check=False, env={**os.environ, **(environment or {})}).returncode:
         raise SystemExit("the site was not built: see the warnings above")
 
 
-def build_working_tree(base: str) -> Path:
+def build_working_tree() -> Path:
     started = time.monotonic()
     executed = notebooks.write_all()
     print(f"{executed} notebooks executed ({time.monotonic() - started:.0f} s)", flush=True)
     out = SITE / versions.LATEST
-    sphinx("html", DOCS, out, {"DOCS_VERSION": versions.LATEST, "DOCS_BASE": base})
+    sphinx("html", DOCS, out, {"DOCS_VERSION": versions.LATEST})
     return out
 
 
-def build_tag(tag: str, base: str) -> Path:
+def build_tag(tag: str) -> Path:
     """Build a tag's own pages with its own package and site_tools, in a temporary worktree."""
     if not versions.is_tag(tag):
         raise SystemExit(f"--tag {tag}: expected a version such as v0.1.0")
@@ -59,7 +62,6 @@ def build_tag(tag: str, base: str) -> Path:
             environment = {
                 "PYTHONPATH": os.pathsep.join([str(package), str(tree / "docs")]),
                 "DOCS_VERSION": tag,
-                "DOCS_BASE": base,
             }
             write = [sys.executable, "-c", "from site_tools import notebooks; notebooks.write_all()"]
             subprocess.run(write, check=True, cwd=tree, env={**os.environ, **environment})
@@ -102,7 +104,7 @@ def main() -> None:
         sphinx("linkcheck", DOCS, ROOT / "build" / "linkcheck")
         return
     started = time.monotonic()
-    out = build_tag(options.tag, options.base) if options.tag else build_working_tree(options.base)
+    out = build_tag(options.tag) if options.tag else build_working_tree()
     versions.write(SITE, options.base)
     check(out)
     print(f"{out.relative_to(ROOT)}/index.html ({time.monotonic() - started:.0f} s)", flush=True)

@@ -22,6 +22,8 @@ from .project import DOCS, ROOT, source_url
 FOLDER = DOCS / "notebooks"  # generated, ignored by git
 # Tutorials without a notebook, and why
 LEFT_OUT = {"tensor_parallel": "it starts several processes, each of which imports the script"}
+# As in a script, only what is printed is shown
+_QUIET = "--InteractiveShell.ast_node_interactivity=none"
 _PARSED = "parser.parse_args()"  # a kernel's own arguments are not the script's
 _CODE = re.compile(r"(`[^`]+`)|(?<![\w`])([\w.]*\w(?:_\w*|\(\))(?:\(\))?)")
 
@@ -151,8 +153,9 @@ def write(script: Path) -> bool:
     plain.parent.mkdir(parents=True, exist_ok=True)
     made = notebook(script)
     with tempfile.TemporaryDirectory() as sockets:  # files: TCP would be open to other users of the machine
+        folder = {"resources": {"metadata": {"path": str(ROOT)}}}
         kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{sockets}/kernel")
-        NotebookClient(made, kernel, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
+        NotebookClient(made, kernel, timeout=300, extra_arguments=[_QUIET], **folder).execute()
     nbformat.write(made, plain)
     links = (
         f"{{download}}`Download the notebook <files/{script.stem}.ipynb>` · [Script]({source_url(script)}) · "

@@ -5,6 +5,7 @@ Pages that are also read where the repository is hosted stay plain Markdown.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from . import notebooks
@@ -45,6 +46,17 @@ def add(app: Any, docname: str, source: list[str]) -> None:
             source[0] = source[0].replace(mark, table())
 
 
+def mark_drawings(app: Any, doctree: Any) -> None:
+    """Class "on-white" for SVG files that do not adapt to a dark page; the style sheet gives them a white one."""
+    for image in doctree.findall(lambda node: node.tagname == "image"):
+        path = Path(app.srcdir, image["uri"])
+        if path.suffix != ".svg" or not path.exists() or "only-dark" in image["classes"]:
+            continue
+        if "prefers-color-scheme" not in path.read_text(encoding="utf-8"):
+            image["classes"].append("on-white")
+
+
 def setup(app: Any) -> dict[str, bool]:
     app.connect("source-read", add)
+    app.connect("doctree-read", mark_drawings)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

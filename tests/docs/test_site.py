@@ -139,9 +139,10 @@ def test_each_tutorial_has_a_notebook_or_a_reason() -> None:
     pages = {page.stem for page in (DOCS / "tutorials").glob("*.md")}
     assert {script.stem for script in notebooks.scripts()} == pages - notebooks.LEFT_OUT.keys()
     assert notebooks.LEFT_OUT.keys() <= pages
-    table = page_lists.notebook_table()
+    table, listed = page_lists.notebook_table(), (DOCS / "tutorials.md").read_text(encoding="utf-8")
     for name in pages:
         assert f"(tutorials/{name}.md)" in table
+        assert f"(tutorials/{name}.md)" in listed
 
 
 def test_a_script_of_another_form_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
