@@ -22,7 +22,8 @@ TIMEOUT = 300  # seconds; it takes about ten
 def verdict(library: Path) -> str | None:
     """None if the library passes the self-test, else why it does not."""
     digest = hashlib.sha256(library.read_bytes())
-    digest.update(f"{torch.__version__} {sys.version} {platform.platform()} {platform.processor()}".encode())
+    cpu = torch.backends.cpu.get_cpu_capability()
+    digest.update(f"{torch.__version__} {sys.version} {sys.platform} {platform.machine()} {cpu}".encode())
     kept = _folder() / f"self-test-{digest.hexdigest()[:32]}.json"
     try:
         found = json.loads(kept.read_text("utf-8"))["failed"]
