@@ -1,14 +1,22 @@
-"""Builds the native CPU kernels; the other package metadata is in pyproject.toml.
+"""Builds the native CPU kernels, and the project description of PyPI; the other metadata is in pyproject.toml.
 
 The kernels are plain C++ without torch or Python headers, so they work with any torch and any Python, and an isolated
 build needs only a compiler. Without a compiler, or with PENNYWEIGHT_NATIVE=0, the package still installs and runs on
 torch's kernels; PENNYWEIGHT_NATIVE=1 makes a failed build an error. `pennyweight doctor` shows whether they were built.
+
+PENNYWEIGHT_TARGET (linux-aarch64, darwin-arm64, win32-amd64) builds for another platform, with the compiler in CXX; see
+scripts/wheels.
 """
 
 import os
 import platform
+import re
+import shlex
+import shutil
+import subprocess
 import sys
 import time
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +24,7 @@ from typing import NamedTuple
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import BaseError, CCompilerError, CompileError, PlatformError
+from setuptools.errors import BaseError, CompileError, LinkError, PlatformError
 
 SOURCE = Path("pennyweight/kernels/cpu/src")
 LIBRARY = "pennyweight.kernels.cpu._native"
@@ -50,15 +58,53 @@ ISAS = {
         "neon_i8mm": Isa("neon_dotprod", ["-march=armv8.2-a+dotprod+fp16+i8mm"], ("int_linear", "convolution")),
     },
 }
+MACHINES = {"AMD64": "x86_64", "amd64": "x86_64", "arm64": "aarch64", "ARM64": "aarch64"}  # other names of the same
 # No FMA contraction, so that every instruction set rounds alike. Only the symbols exported by dispatch.cpp are visible.
-FLAGS = ["-std=c++17", "-O3", "-g0", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
-FLAGS += ["-fno-trapping-math", "-Wall", "-Wextra"]
+COMMON = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
+COMMON += ["-fno-trapping-math", "-Wall", "-Wextra"]
+FLAGS = [*COMMON, "-fPIC", "-fopenmp"]  # of g++
 FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-stringop-overflow"]
 FLAGS += ["-Wno-array-bounds"]  # these four warnings are false positives of g++ 12
+
+
+# Apple's and Zig's compilers have the features of the first Apple processor, fp16 and dot products, without a flag.
+APPLE = {
+    "scalar": ["-O1", "-U__ARM_FEATURE_DOTPROD"],  # simd.h then takes plain C++
+    "neon_dotprod": [],
+    "neon_i8mm": ["-Xclang", "-target-feature", "-Xclang", "+i8mm"],
+}
+
+
+class System(NamedTuple):
+    """How the library is compiled and linked for an operating system, and the platform tag of a cross-built wheel.
+
+    It is linked without an OpenMP library. At load time its symbols resolve to the runtime that torch has loaded, so
+    that there is one thread pool. On Linux that is libgomp with g++'s GOMP_*; on macOS libomp.dylib and on Windows
+    libiomp5md.dll with clang's __kmpc_*. Windows finds a library that is already loaded by its name.
+    """
+
+    suffix: str
+    clang: bool
+    compile: list[str]
+    link: list[str]
+    tags: dict[str, str]  # of machines that it can be built for elsewhere
+
+
+SYSTEMS = {
+    "linux": System(".so", False, FLAGS, ["-shared"], {"aarch64": "linux_aarch64"}),
+    "darwin": System(
+        ".so", True, [*COMMON, "-fPIC", "-mmacosx-version-min=11.0", "-Xclang", "-fopenmp"],
+        ["-shared", "-mmacosx-version-min=11.0", "-undefined", "dynamic_lookup"], {"aarch64": "macosx_11_0_arm64"},
+    ),
+    "win32": System(".dll", True, [*COMMON, "-fopenmp"], ["-shared"], {"x86_64": "win_amd64"}),
+}  # fmt: skip
 
 # Extra flags of scripts/sanitize, and the instruction sets it builds besides plain C++; default: all.
 EXTRA = os.environ.get("PENNYWEIGHT_NATIVE_FLAGS", "").split()
 WANTED = os.environ.get("PENNYWEIGHT_NATIVE_ISAS")
+TARGET = os.environ.get("PENNYWEIGHT_TARGET", f"{sys.platform}-{platform.machine()}")
+SYSTEM = TARGET.partition("-")[0]
+MACHINE = MACHINES.get(TARGET.partition("-")[2], TARGET.partition("-")[2])
 
 
 class Unit(NamedTuple):
@@ -76,7 +122,7 @@ def units(machine: str, wanted: str | None = None) -> list[Unit]:
     for _ in isas:  # and their bases
         names |= {isas[name].base for name in names} - {""}
     found = [
-        Unit(part, name, [f"-DPW_ISA={name}", *isa.flags])
+        Unit(part, name, [f"-DPW_ISA={name}", *isa.flags] if SYSTEM != "darwin" else [f"-DPW_ISA={name}", *APPLE[name]])
         for part in PARTS
         for name, isa in isas.items()
         if name in names and part in isa.parts
@@ -84,13 +130,34 @@ def units(machine: str, wanted: str | None = None) -> list[Unit]:
     return [*found, Unit("dispatch", "", [])]
 
 
+def compiler() -> list[str]:
+    """The command of the C++ compiler. Raises PlatformError if there is none that builds a library for the target."""
+    system = SYSTEMS.get(SYSTEM)
+    if system is None or (SYSTEM != "linux" and MACHINE not in system.tags):
+        raise PlatformError(f"not supported on {TARGET}")
+    names = ("clang++", "c++") if system.clang else ("g++", "c++")
+    command = shlex.split(os.environ.get("CXX", "")) or [name for name in names if shutil.which(name)][:1]
+    if not command:
+        raise PlatformError("no C++ compiler was found" + (": see docs/platforms.md" if SYSTEM == "win32" else ""))
+    if not shutil.which(command[0]):
+        raise PlatformError(f"CXX={shlex.join(command)}: {command[0]} was not found")
+    macros = subprocess.run(
+        [*command, "-dM", "-E", "-x", "c++", "-"], input="", capture_output=True, text=True, check=False
+    )
+    if macros.returncode:
+        raise PlatformError(f"{shlex.join(command)} does not work: {macros.stderr.strip()}")
+    if ("__clang__" in macros.stdout) != system.clang:
+        need = "clang" if system.clang else "g++"  # the runtime that torch loads has the OpenMP calls of this one
+        raise PlatformError(f"{shlex.join(command)} cannot be used on {SYSTEM}: it must be {need}")
+    return command
+
+
 class BuildNative(build_ext):
-    """Compiles the units and links them without an OpenMP library: at load time the symbols resolve to torch's copy, so
-    that there is one thread pool."""
+    """Compiles the units and links them."""
 
     def get_ext_filename(self, fullname):
         """Without the tag of a Python version: the library is loaded by ctypes."""
-        return f"{fullname.replace('.', os.sep)}.so"
+        return f"{fullname.replace('.', os.sep)}{SYSTEMS[SYSTEM].suffix if SYSTEM in SYSTEMS else '.so'}"
 
     def build_extension(self, ext):
         wanted = os.environ.get("PENNYWEIGHT_NATIVE", "auto")
@@ -104,7 +171,7 @@ class BuildNative(build_ext):
             return
         try:
             self._build(ext)
-        except (CCompilerError, BaseError) as error:  # no compiler, a failed build, an unsupported platform
+        except (BaseError, OSError) as error:  # no compiler, a failed build, an unsupported platform
             if wanted == "1":
                 raise
             print(f"pennyweight: native kernels not built, using torch's kernels ({error})", file=sys.stderr)
@@ -123,61 +190,105 @@ class BuildNative(build_ext):
         return [*super().get_outputs(), *(str(mark) for mark in marks if mark.exists())]
 
     def _build(self, ext):
-        if sys.platform != "linux":
-            raise PlatformError(f"not supported on {sys.platform} yet")
-        todo, began, done = units(platform.machine(), WANTED), time.perf_counter(), []
+        command, system = compiler(), SYSTEMS[SYSTEM]
+        todo, began, done = units(MACHINE, WANTED), time.perf_counter(), []
+        temp = Path(self.build_temp)
+        temp.mkdir(parents=True, exist_ok=True)
 
         def compiled(unit):
-            objects = self._try(unit)
+            built = self._try(unit, [*command, *system.compile])
             done.append(unit)
             took = time.perf_counter() - began
-            name, what = f"{unit.part} {unit.isa}".rstrip(), "cannot compile" if objects is None else "compiled"
+            name, what = f"{unit.part} {unit.isa}".rstrip(), "cannot compile" if built is None else "compiled"
             print(f"pennyweight: {what} {len(done)}/{len(todo)}: {name} ({took:.0f} s)", flush=True)
-            return objects
+            return built
 
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        with ThreadPoolExecutor(processors) as pool:
             objects = list(zip(todo, pool.map(compiled, todo), strict=True))
         skipped = {unit.isa for unit, built in objects if built is None}
-        while more := {name for name, isa in ISAS.get(platform.machine(), {}).items() if isa.base in skipped} - skipped:
+        while more := {name for name, isa in ISAS.get(MACHINE, {}).items() if isa.base in skipped} - skipped:
             skipped |= more
         if skipped:
             names = ", ".join(sorted(skipped))
             print(f"pennyweight: skipped {names}, which the compiler cannot build", file=sys.stderr)
         path = Path(self.get_ext_fullpath(ext.name))
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.compiler.link_shared_object(
-            [path for unit, built in objects if unit.isa not in skipped for path in built],
-            str(path),
-            target_lang="c++",
-            extra_postargs=[] if EXTRA else ["-s"],  # sanitizers print the names of functions
-        )
+        parts = [built for unit, built in objects if unit.isa not in skipped]
+        strip = [] if EXTRA or SYSTEM == "darwin" else ["-s"]  # sanitizers print the names of functions
+        flags = [*system.link, *strip, *shlex.split(os.environ.get("LDFLAGS", ""))]
+        if SYSTEM == "win32":
+            parts.append(self._imports(command))
+        _run([*command, *flags, *parts, "-o", str(path)], LinkError)
 
-    def _try(self, unit):
+    def _try(self, unit, command):
         """The object of a unit; None if the compiler does not support its instruction set. Plain C++ must build."""
+        out = str(Path(self.build_temp) / f"{unit.part}-{unit.isa or 'dispatch'}.o")
+        more = [*shlex.split(os.environ.get("CXXFLAGS", "")), *EXTRA, *unit.flags]
         try:
-            return self.compiler.compile(
-                [str(SOURCE / f"{unit.part}.cpp")],
-                output_dir=str(Path(self.build_temp) / (unit.isa or "dispatch")),
-                extra_postargs=[*FLAGS, *EXTRA, *unit.flags],
-            )
+            _run([*command, *more, "-c", str(SOURCE / f"{unit.part}.cpp"), "-o", out], CompileError)
         except CompileError:
             if unit.isa in ("", "scalar"):
                 raise
             return None
+        return out
+
+    def _imports(self, command):
+        """The import library of libiomp5md.dll on Windows, made by the compiler's dlltool."""
+        if "c++" not in command:
+            raise PlatformError('for Windows CXX must be "python -m ziglang c++", from PyPI\'s ziglang')
+        zig = command[: command.index("c++")]
+        out = str(Path(self.build_temp) / "libiomp5md.lib")
+        _run([*zig, "dlltool", "-m", "i386:x86-64", "-d", str(SOURCE / "libiomp5md.def"), "-l", out], LinkError)
+        return out
+
+
+def _run(command, error):
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.stderr:
+        print(done.stderr, file=sys.stderr, flush=True)
+    if done.returncode:
+        raise error(f"{shlex.join(command[:2])} ... failed with status {done.returncode}")
 
 
 class Wheel(bdist_wheel):
     """A wheel for every Python 3: nothing is linked with CPython."""
 
     def get_tag(self):
-        return "py3", "none", super().get_tag()[2]
+        tag = super().get_tag()[2]
+        if "PENNYWEIGHT_TARGET" in os.environ:
+            tag = SYSTEMS[SYSTEM].tags[MACHINE]
+        return "py3", "none", tag
 
 
-if __name__ == "__main__":  # tests/kernels/cpu/native imports the flags
+def description(readme: str, repository: str, ref: str) -> str:
+    """The README for PyPI, which shows it without the repository: relative links become absolute, at a tag."""
+
+    def absolute(at):
+        target = at["target"]
+        if target is None or re.match(r"[a-z][a-z0-9+.-]*:|//", target):  # code, or absolute
+            return at[0]
+        kind = "raw" if target.endswith((".png", ".svg", ".jpg", ".gif", ".webp")) else "blob"
+        target = f"README.md{target}" if target.startswith("#") else target.removeprefix("./")
+        return f"{at['before']}{repository}/{kind}/{ref}/{target}"
+
+    code, link = r"^```.*?^```|`[^`\n]+`", r"(?P<before>\]\(|(?:src|srcset|href)=\")(?P<target>[^)\s\"]+)"
+    return re.sub(f"{code}|{link}", absolute, readme, flags=re.MULTILINE | re.DOTALL)
+
+
+def metadata() -> dict:
+    """The arguments of setup for PyPI's page."""
+    version = re.search(r'^__version__ = "(.+)"', Path("pennyweight/__init__.py").read_text("utf-8"), re.MULTILINE)[1]
+    repository = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))["project"]["urls"]["Repository"]
+    text = description(Path("README.md").read_text("utf-8"), repository, f"v{version}")
+    return {"long_description": text, "long_description_content_type": "text/markdown"}
+
+
+if __name__ == "__main__":  # tests import the flags and the functions
     native = Extension(
         LIBRARY,
         sources=[str(SOURCE / f"{part}.cpp") for part in ("dispatch", *PARTS)],
         depends=[str(p) for p in sorted(SOURCE.glob("*"))],
         optional=os.environ.get("PENNYWEIGHT_NATIVE") != "1",
     )
-    setup(ext_modules=[native], cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel})
+    setup(ext_modules=[native], cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel}, **metadata())

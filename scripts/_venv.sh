@@ -3,16 +3,32 @@
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+# Runs pip -v and shows what a reader waits for: each package as it comes, and each compiled unit of the kernels.
+_install() {
+    local log
+    log=$(mktemp)
+    if ! .venv/bin/python -m pip install -v --disable-pip-version-check -c constraints.txt "$@" 2>&1 | tee "$log" |
+        sed -un 's/^ *\(pennyweight: .*\)/  \1/p; s/^ *Collecting \([^ ]*\).*/  \1/p; s/^ *Downloading .*\/\([^/]*whl.*\)/  \1/p; s/^ *Installing collected packages.*/  unpacking/p' >&2
+    then
+        tail -40 "$log" >&2
+        rm -f "$log"
+        return 1
+    fi
+    rm -f "$log"
+}
+
 use_venv() {
-    local extras=$1 pip=(.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt)
+    local extras=$1
     [[ -x .venv/bin/python ]] || "${PYTHON:-python3}" -m venv .venv
     # The marker holds the checksum of all files that affect the installation; if unchanged, there is nothing to do.
     local mark=.venv/installed-${extras//,/-} sum
     sum=$(cat pyproject.toml constraints.txt setup.py pennyweight/kernels/cpu/src/* | cksum)
     if [[ ! -f $mark || $(<"$mark") != "$sum" ]]; then
-        echo "installing pennyweight[$extras] into .venv" >&2
-        "${pip[@]}" torch  # first and pinned, so that no later package installs another build of it
-        "${pip[@]}" -e ".[$extras]"
+        echo "$(date +%T)  1/2  torch, into .venv" >&2
+        _install torch  # first and pinned, so that no later package installs another build of it
+        echo "$(date +%T)  2/2  pennyweight[$extras]: dependencies, then 18 units of C++ (several minutes on 2 processors)" >&2
+        _install -e ".[$extras]"
+        echo "$(date +%T)  installed" >&2
         echo "$sum" >"$mark"
     fi
     export PATH="$PWD/.venv/bin:$PATH"

@@ -310,7 +310,7 @@ def _is_set_to(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements(
-    torch.Tensor.data_ptr, torch.Tensor.const_data_ptr,  # type: ignore[attr-defined]  # not in torch's stubs
+    torch.Tensor.data_ptr, getattr(torch.Tensor, "const_data_ptr", torch.Tensor.data_ptr),  # new in torch 2.13
     torch.Tensor.untyped_storage, torch.Tensor.share_memory_, torch.Tensor.is_shared, table=FUNCTIONS,
 )  # fmt: skip
 def _own_storage(func: Any, args: Any, kwargs: Any) -> Any:

@@ -2,7 +2,8 @@
 
 It is loaded through ctypes after torch, whose OpenMP runtime it shares. ``PENNYWEIGHT_CPU_ISA`` names the instruction
 set to use; default: the best of this machine. With ``PENNYWEIGHT_NATIVE=0`` it is not loaded. Where it is missing,
-torch's kernels run instead, and its first use warns.
+torch's kernels run instead, and its first use warns. On macOS and Windows it is used after it passed its self-test, or
+with ``PENNYWEIGHT_NATIVE=1``; see docs/platforms.md.
 """
 
 from __future__ import annotations
@@ -18,9 +19,16 @@ from pathlib import Path
 
 import torch  # before the library: it brings the OpenMP runtime
 
+from .self_test import verdict
+
 _LOG = logging.getLogger(__name__)
-LIBRARY = Path(__file__).with_name("_native.so")
-REMEDY = "Install g++ and run `pip install --force-reinstall --no-deps pennyweight`, or install a wheel"
+LIBRARY = Path(__file__).with_name("_native.dll" if sys.platform == "win32" else "_native.so")
+COMPILER = {"darwin": "Apple's command line tools (xcode-select --install)", "win32": "ziglang (see docs/platforms.md)"}
+REMEDY = (
+    f"Install {COMPILER.get(sys.platform, 'g++')} and run `pip install --force-reinstall --no-deps pennyweight`, "
+    "or install a wheel"
+)
+SELF_TESTED = ("darwin", "win32")  # platforms on which the library was built, but not run, before a release
 OFF = LIBRARY.with_suffix(".off")  # written by setup.py if PENNYWEIGHT_NATIVE=0 when the package was installed
 
 # Number kinds, as in src/abi.h.
@@ -173,7 +181,11 @@ def load() -> ctypes.CDLL | str:
         return off
     if not LIBRARY.exists():
         return "not built: no C++ compiler when the package was installed"
+    if sys.platform in SELF_TESTED and os.environ.get("PENNYWEIGHT_NATIVE") != "1" and (failed := verdict(LIBRARY)):
+        return f"built, but it fails its self-test: {failed}"
     try:
+        if sys.platform == "darwin":  # the OpenMP symbols are looked up in libraries that are loaded globally
+            ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libomp.dylib"), mode=ctypes.RTLD_GLOBAL)
         lib = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         return f"built but cannot be loaded: {error}"
@@ -199,7 +211,7 @@ def switched_off() -> str | None:
         return "switched off by PENNYWEIGHT_NATIVE=0"
     if OFF.exists():
         return "not built: PENNYWEIGHT_NATIVE=0 when the package was installed"
-    return None if sys.platform == "linux" else f"not supported on {sys.platform} yet"
+    return None if sys.platform in ("linux", *SELF_TESTED) else f"not supported on {sys.platform}"
 
 
 def native() -> ctypes.CDLL:

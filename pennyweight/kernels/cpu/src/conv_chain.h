@@ -9,8 +9,6 @@
 // threads share each step.
 #pragma once
 
-#include <sched.h>
-
 #include <algorithm>
 
 #include "conv_dot.h"
@@ -566,7 +564,7 @@ struct Progress {
 // a unit delays nobody.
 inline void wait_for(const int64_t& done, int64_t units) {
     for (int64_t spins = 0; __atomic_load_n(&done, __ATOMIC_ACQUIRE) < units; ++spins) {
-        if (spins > 1 << 16) sched_yield();  // after about a millisecond
+        if (spins > 1 << 16) yield_thread();  // after about a millisecond
 #if defined(__x86_64__)
         else __builtin_ia32_pause();
 #endif

@@ -12,9 +12,15 @@
 #endif
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
+#if defined(_WIN32)
+#define PW_EXPORT extern "C" __attribute__((dllexport))
+#else
 #define PW_EXPORT extern "C" __attribute__((visibility("default")))
+#endif
 
 namespace {
 
@@ -48,9 +54,19 @@ PW_ISA_ROW(avx_vnni, has_avx2() && PW_HAS("avxvnni"))
 PW_ISA_ROW(avx512, PW_HAS("avx512f") && PW_HAS("avx512bw") && PW_HAS("avx512vl") && PW_HAS("avx512dq"))
 PW_ISA_ROW(avx512_vnni, has_avx512() && PW_HAS("avx512vnni"))
 PW_ISA_ROW(avx512_bf16, has_avx512_vnni() && PW_HAS("avx512bf16") && PW_HAS("avx512vbmi"))
-#elif defined(__aarch64__) && defined(__linux__)
+#elif defined(__aarch64__)
+#if defined(__APPLE__)
+bool feature(const char* name) {
+    int has = 0;
+    size_t size = sizeof has;
+    return !sysctlbyname(name, &has, &size, nullptr, 0) && has;
+}
+PW_ISA_ROW(neon_dotprod, feature("hw.optional.arm.FEAT_DotProd") && feature("hw.optional.arm.FEAT_FP16"))
+PW_ISA_ROW(neon_i8mm, has_neon_dotprod() && feature("hw.optional.arm.FEAT_I8MM"))
+#elif defined(__linux__)
 PW_ISA_ROW(neon_dotprod, (getauxval(AT_HWCAP) >> 20) & 1)
 PW_ISA_ROW(neon_i8mm, has_neon_dotprod() && ((getauxval(AT_HWCAP2) >> 13) & 1))
+#endif
 #endif
 
 // Best last, after its base. setup.py has the same bases.
@@ -62,7 +78,7 @@ const Isa ISAS[] = {
     {"avx512", 0, has_avx512, PW_PARTS(avx512)},
     {"avx512_vnni", 3, has_avx512_vnni, PW_PARTS(avx512_vnni)},
     {"avx512_bf16", 4, has_avx512_bf16, PW_PARTS(avx512_bf16)},
-#elif defined(__aarch64__) && defined(__linux__)
+#elif defined(__aarch64__)
     {"neon_dotprod", 0, has_neon_dotprod, PW_PARTS(neon_dotprod)},
     {"neon_i8mm", 1, has_neon_i8mm, PW_PARTS(neon_i8mm)},
 #endif
@@ -122,6 +138,8 @@ void huge_pages(void* p, int64_t bytes) {
     constexpr int64_t PAGE = 1 << 21;
     const int64_t first = ((int64_t)p + PAGE - 1) / PAGE * PAGE, last = ((int64_t)p + bytes) / PAGE * PAGE;
     if (last > first) madvise((void*)first, (size_t)(last - first), MADV_HUGEPAGE);
+#else
+    (void)p, (void)bytes;
 #endif
 }
 

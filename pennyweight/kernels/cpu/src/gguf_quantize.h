@@ -7,9 +7,7 @@
 
 #include <algorithm>
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
+#include "platform.h"
 
 #include "abi.h"
 #include "optimizer.h"  // read_floats

@@ -8,9 +8,7 @@
 #include <cmath>
 #include <cstdlib>
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
+#include "platform.h"
 
 #include "abi.h"
 #include "dequantize.h"
@@ -250,7 +248,7 @@ int optim_steps(const OptimJob* jobs, int64_t count, int threads) {
     int64_t most = 16;
     for (int64_t i = 0; i < count; ++i) most = std::max(most, (jobs[i].block + 31) / 16 * 16);
     const int64_t each = (5 * 4 + 1) * most / 64 * 64 + 64;
-    char* rooms = (char*)aligned_alloc(64, (size_t)(each * threads));
+    char* rooms = (char*)aligned_memory(64, (size_t)(each * threads));
     if (!rooms) return 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -269,7 +267,7 @@ int optim_steps(const OptimJob* jobs, int64_t count, int threads) {
                 for (int64_t b = u * piece; b < std::min(blocks, (u + 1) * piece); ++b) optim_block(j, b, room);
         }
     }
-    free(rooms);
+    free_aligned(rooms);
     return 0;
 }
 

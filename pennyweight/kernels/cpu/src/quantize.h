@@ -7,9 +7,7 @@
 #include <algorithm>
 #include <cstdlib>
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
+#include "platform.h"
 
 #include "abi.h"
 #include "dequantize.h"
@@ -161,7 +159,7 @@ int quantize(const Rounding* rounding, const char* x, int64_t ldx, const Parts* 
     const int64_t step = a.store == TILES ? a.stride / (64 * a.bits) * 32 : (a.width + 63) / 32 * 32;
     const int64_t padded = (a.groups + 31) / 16 * 16, floats = GROUP_ARRAYS * padded;
     const int64_t each = (floats * 4 + height * step + 127) / 64 * 64;
-    char* room = (char*)aligned_alloc(64, (size_t)(each * threads));
+    char* room = (char*)aligned_memory(64, (size_t)(each * threads));
     if (!room) return 1;
     const int32_t shift = a.store == PLAIN ? 0 : (int32_t)q.lo;
     const Encoder encode = encoder(a);
@@ -193,7 +191,7 @@ int quantize(const Rounding* rounding, const char* x, int64_t ldx, const Parts* 
             put_rows(a, r0, rows, bytes, step, (uint8_t*)parts->codes);
         }
     }
-    free(room);
+    free_aligned(room);
     sums[0] = sums[1] = 0;
     for (int64_t r = 0; r < a.n; ++r) sums[0] += row_sums[2 * r], sums[1] += row_sums[2 * r + 1];
     return 0;

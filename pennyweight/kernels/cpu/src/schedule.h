@@ -5,9 +5,7 @@
 #include <cstdint>
 #include <cstdlib>
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
+#include "platform.h"
 
 namespace {
 
@@ -25,17 +23,17 @@ class Workspace {
     Workspace& operator=(const Workspace&) = delete;
     char* get(size_t bytes) {
         if (bytes > size) {
-            std::free(data);
+            free_aligned(data);
             size = (bytes + 4095) / 4096 * 4096;
-            data = (char*)std::aligned_alloc(4096, size);
+            data = (char*)aligned_memory(4096, size);
             if (!data) size = 0;
         }
         return data;
     }
     void trim() {
-        if (size > keep) { std::free(data); data = nullptr; size = 0; }
+        if (size > keep) { free_aligned(data); data = nullptr; size = 0; }
     }
-    ~Workspace() { std::free(data); }
+    ~Workspace() { free_aligned(data); }
 };
 thread_local Workspace inputs{4u << 20};   // of a thread that calls a kernel: the prepared inputs
 thread_local Workspace scratch{4u << 20};  // of each thread that works for it

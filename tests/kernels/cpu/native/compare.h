@@ -1,7 +1,9 @@
 // One call of the library under each instruction set, beside plain C++; and calls that it must refuse.
 #pragma once
 
+#if !defined(_WIN32)
 #include <sys/wait.h>
+#endif
 
 #include <csignal>
 #include <functional>
@@ -60,6 +62,9 @@ bool same(const Output& o, const Bytes& expected, const Bytes& y, std::string* h
 
 // Runs `call` in another process; its signal, or minus what it returned. said: what it wrote to stderr.
 int apart(const std::function<int()>& call, std::string* said) {
+#if defined(_WIN32)
+    return (void)said, -call();  // no fork: only in this process
+#else
     int pipes[2];
     if (pipe(pipes)) perror("pipe"), abort();
     fflush(stdout);
@@ -75,6 +80,7 @@ int apart(const std::function<int()>& call, std::string* said) {
     int status = 0;
     waitpid(child, &status, 0);
     return WIFSIGNALED(status) ? WTERMSIG(status) : -WEXITSTATUS(status);
+#endif
 }
 
 // Calls under each instruction set, with one thread and with several. call(threads) returns a status. `values`: whether

@@ -74,7 +74,10 @@ int main(int count, char** words) {
 #if defined(__SANITIZE_ADDRESS__)
     __asan_set_death_callback(say_where);
 #else
-    for (int s : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) signal(s, on_signal);
+    for (int s : {SIGSEGV, SIGFPE, SIGILL}) signal(s, on_signal);
+#if !defined(_WIN32)
+    signal(SIGBUS, on_signal);
+#endif
     if (mode == SHORT) return printf("--short needs the address sanitizer\n"), 2;
 #endif
     if (mode == COMPARE) signal(SIGABRT, on_signal);

@@ -2,8 +2,12 @@
 // page begins, or begins where the other ends. Under AddressSanitizer nothing beside it may be touched at all.
 #pragma once
 
+#if defined(_WIN32)
+#include <windows.h>
+#else
 #include <sys/mman.h>
 #include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <cstdio>
@@ -34,15 +38,31 @@ struct Slot {
 };
 std::map<size_t, std::vector<Slot>> idle;
 
+#if defined(_WIN32)
+size_t page_size() { return 4096; }
+uint8_t* between_pages(size_t bytes) {
+    const size_t page = page_size();
+    char* p = (char*)VirtualAlloc(nullptr, bytes + 2 * page, MEM_RESERVE, PAGE_NOACCESS);
+    if (!p || !VirtualAlloc(p + page, bytes, MEM_COMMIT, PAGE_READWRITE)) fprintf(stderr, "VirtualAlloc failed\n"), abort();
+    return (uint8_t*)p + page;
+}
+#else
+size_t page_size() { return (size_t)sysconf(_SC_PAGESIZE); }
+uint8_t* between_pages(size_t bytes) {
+    const size_t page = page_size();
+    void* p = mmap(nullptr, bytes + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED || mprotect((char*)p + page, bytes, PROT_READ | PROT_WRITE)) perror("mmap"), abort();
+    return (uint8_t*)p + page;
+}
+#endif
+
 Slot take_slot(size_t wanted) {
-    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    const size_t page = page_size();
     size_t bytes = page;
     while (bytes < wanted) bytes *= 2;
     auto& row = idle[bytes];
     if (row.empty()) {
-        void* p = mmap(nullptr, bytes + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (p == MAP_FAILED || mprotect((char*)p + page, bytes, PROT_READ | PROT_WRITE)) perror("mmap"), abort();
-        return {(uint8_t*)p + page, bytes};
+        return {between_pages(bytes), bytes};
     }
     const Slot slot = row.back();
     row.pop_back();
