@@ -80,7 +80,7 @@ def draw(accuracy: list[Point], models: dict[str, Any], path: Path, text: str, g
         left.set_yscale("log")
         left.set_xlabel("bits per weight, all stored data")
         left.set_ylabel("KL divergence from the float model, nats")
-        left.set_title("Accuracy of a language model (lower is better)", fontsize=10)
+        left.set_title("Loss of accuracy of a language model", fontsize=10)
         left.grid(alpha=0.6)
         left.legend(fontsize=8, labelcolor=text, framealpha=0)
 
@@ -94,7 +94,7 @@ def draw(accuracy: list[Point], models: dict[str, Any], path: Path, text: str, g
         right.xaxis.set_minor_locator(NullLocator())
         right.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
         right.set_yticks(at, [f"{v.case}, {v.bits} bits" for v in found], fontsize=7)
-        right.set_title("Speed relative to the fastest other library (higher is better)", fontsize=10)
+        right.set_title("Speed beside the fastest other library", fontsize=10)
         right.grid(alpha=0.6, axis="x")
         for axis in (left, right):
             axis.set_facecolor("none")

@@ -43,11 +43,14 @@ Skip = Sequence[str] | Callable[[list[Place], Choice], str]
 
 
 def resolve_config(config: Any) -> AOBaseConfig:
-    """A config object, from itself, its short name ("int4") or the path of its file ("mixed.yaml"). Raises PlanError
-    for an unknown name, ArgumentTypeError for anything else."""
+    """A config object, from itself, its short name ("int4", "int4:32") or the path of its file ("mixed.yaml"). Raises
+    PlanError for an unknown name, ArgumentTypeError for anything else."""
     if isinstance(config, str):
         try:
-            return read_config(config) if is_config_file(config) else by_name(config)
+            if is_config_file(config):
+                return read_config(config)
+            made: AOBaseConfig = named(config) if ":" in config else by_name(config)
+            return made
         except ValueError as error:
             raise PlanError(str(error)) from error
     if not isinstance(config, AOBaseConfig):

@@ -83,3 +83,14 @@ def test_short_names_are_configs_wherever_a_config_is_expected() -> None:
     assert str(pw.Int8WeightOnlyConfig()) in [c.name for c in tried]
     with pytest.raises(ValueError, match="unknown config 'int88'"):
         pw.FqnToConfig({"0": "int88"})
+
+
+def test_a_group_size_after_a_colon() -> None:
+    a, b = (nn.Sequential(nn.Linear(64, 32)) for _ in range(2))
+    b.load_state_dict(a.state_dict())
+    pw.quantize_(a, "int4:32")
+    pw.quantize_(b, pw.Int4WeightOnlyConfig(32))
+    assert torch.equal(a[0].weight.dequantize(), b[0].weight.dequantize())
+    for wrong in ("int4:0", "int4:x", "nothing:32", "int8-dynamic:32"):
+        with pytest.raises(pw.PlanError):
+            pw.quantize_(nn.Sequential(nn.Linear(64, 32)), wrong)
