@@ -2,16 +2,16 @@
 
 The model is a small Llama that learns this sentence by heart. llama.cpp runs if llama-cpp-python is installed.
 
-    pip install "pennyweight[hf]" llama-cpp-python
-    python examples/gguf_round_trip.py OUT_DIR
+    pip install "pennyweight[hf]" llama-cpp-python && python examples/gguf_round_trip.py OUT_DIR
 """
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import pennyweight as pw
 
@@ -43,7 +43,7 @@ def main(out: str) -> None:
     tokens.save_pretrained(folder)
     trained_model(ids, len(tokens)).save_pretrained(folder)
     print(pw.convert(folder, file, to="gguf", gguf_type="Q4_K_M"))
-    model = pw.load(file, AutoModelForCausalLM.from_pretrained(folder))  # stays quantized
+    model: Any = pw.load(file, LlamaForCausalLM.from_pretrained(folder))  # stays quantized
     ours = model.generate(ids[:, :4], max_new_tokens=24, do_sample=False)[0, 4:].tolist()
     print(f"Pennyweight: {tokens.decode(ours)!r}")
     try:
