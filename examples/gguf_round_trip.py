@@ -2,7 +2,7 @@
 
 The model is a small Llama that learns this sentence by heart. llama.cpp runs if llama-cpp-python is installed.
 
-    pip install "pennyweight[hf]" llama-cpp-python && python examples/gguf_round_trip.py OUT_DIR
+    python examples/gguf_round_trip.py OUT_DIR
 """
 
 import sys
