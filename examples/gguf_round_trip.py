@@ -1,6 +1,6 @@
 """Write a Hugging Face model as a GGUF file, Q4_K_M as llama.cpp mixes it, load it back, and compare the two engines.
 
-The model is a small Llama that learns this sentence by heart. llama.cpp runs if llama-cpp-python is installed.
+The model is a small Llama that learns this sentence by heart. llama.cpp runs after `pip install llama-cpp-python`.
 
     python examples/gguf_round_trip.py OUT_DIR
 """
