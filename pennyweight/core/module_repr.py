@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from .spec_words import shorten
+from .describe_spec import shorten
 from .tensor import AffineQuantizedTensor
 
 _MARK = "_pennyweight_shows_weights"

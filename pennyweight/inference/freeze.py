@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.arguments import check_arguments
-from ..core.spec_words import describe, describe_activation, shorten
+from ..core.describe_spec import describe, describe_activation, shorten
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.linear import linear
 from ..kernels.table import case_of, select

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .. import __version__
-from ..core.spec_words import describe, describe_activation
+from ..core.describe_spec import describe, describe_activation
 from ..kernels.table import op_of
 from ..planning.configs import AOBaseConfig
 from ..planning.configs.serialize import config_from_data

@@ -14,8 +14,8 @@ from typing import Any
 
 from ..core import blocks
 from ..core.arguments import did_you_mean
+from ..core.describe_spec import describe, describe_activation
 from ..core.spec import ActivationSpec, QuantSpec
-from ..core.spec_words import describe, describe_activation
 from .config_resolution import PlanError
 from .parameters import is_linear
 from .plan import PlanRow

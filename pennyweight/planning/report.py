@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..core.frame import ANY, FLAG, REAL, TEXT, WHOLE, to_frame
+from ..core.data_frame import ANY, FLAG, REAL, TEXT, WHOLE, to_frame
 from ..core.html_table import html_table
 
 if TYPE_CHECKING:

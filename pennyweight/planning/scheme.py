@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..core.describe_spec import describe, describe_activation, shorten
 from ..core.layouts import get_layout
 from ..core.spec import ActivationSpec, QuantSpec
-from ..core.spec_words import describe, describe_activation, shorten
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..core.arguments import check_arguments
-from ..core.spec_words import shorten
+from ..core.describe_spec import shorten
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.module_handlers import thaw_classes_
 from ..planning.parameters import places

@@ -8,7 +8,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..core.frame import ANY, FLAG, REAL, TEXT, WHOLE, to_frame
+from ..core.data_frame import ANY, FLAG, REAL, TEXT, WHOLE, to_frame
 from ..core.html_table import html_table
 from ..planning.report import size
 from .metrics import Distribution

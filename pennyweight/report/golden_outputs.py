@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.arguments import check_arguments, check_number, did_you_mean, show
+from ..core.data_frame import FLAG, REAL, TEXT, WHOLE, to_frame
 from ..core.errors import ArgumentTypeError
-from ..core.frame import FLAG, REAL, TEXT, WHOLE, to_frame
 from ..core.html_table import html_table
 from ..core.progress import Progress, step
 from ..io.atomic_write import partial_path, rename_into_place

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.spec_words import shorten
+from ..core.describe_spec import shorten
 from ..core.tensor import AffineQuantizedTensor
 from ..io.state_dict import items
 from ..planning.parameters import Place, places

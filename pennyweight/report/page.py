@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from importlib import import_module, resources
 from typing import Any
 
+from ..planning.layer_kinds import KINDS
 from ..planning.report import Latency, size
 from . import svg_figures
 from .comparison import KL_OF, Layer
 from .grades import KL, LAYER, MARKS, OUTPUT, relative_error_of
 from .heat_map import counts, graded_cell, heat_map
-from .layer_kinds import KINDS
 from .layers import OUTLIER, Inputs
 from .leaderboard import summary
 from .page_data import Page, Quantization

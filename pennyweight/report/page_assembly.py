@@ -19,10 +19,10 @@ from ..planning.parameters import Site, make_site
 from ..planning.plan import PlanRow
 from ..planning.report import Latency
 from . import svg_figures
+from .bytes_by_kind import KindBytes, model_kinds, stored_kinds
 from .compare_models import compare, compare_weights
 from .comparison import Comparison, Layer
 from .error_sources import error_sources
-from .layer_kinds import KindBytes, model_kinds, stored_kinds
 from .layers import Inputs, activations, model_bytes, pairs, unwrapped
 from .loading import (
     input_batches,

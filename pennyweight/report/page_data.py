@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..planning.report import Latency
+from .bytes_by_kind import KindBytes
 from .comparison import Comparison, Layer
 from .error_sources import Source
 from .grades import KL, LAYER, OUTPUT, Scale, graded
-from .layer_kinds import KindBytes
 from .layers import OUTLIER, Inputs
 from .leaderboard import Standing, letters, ranked
 from .model_speed import Speed

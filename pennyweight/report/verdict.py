@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..planning.report import Latency, size
+from .bytes_by_kind import KindBytes
 from .comparison import KL_OF, Comparison, Layer
 from .grades import GRADES, LAYER, graded
-from .layer_kinds import KindBytes
 from .suggestions import Suggestion, pattern_of
 
 LEVELS = {"good": "Good", "fine": "Fine", "watch": "Watch", "bad": "Bad", "": "Not measured"}

@@ -9,11 +9,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import pennyweight as pw
+from pennyweight.planning.layer_kinds import kind_of_layer
 from pennyweight.planning.report import Latency
+from pennyweight.report.bytes_by_kind import KindBytes, model_kinds
 from pennyweight.report.error_sources import error_sources
 from pennyweight.report.grades import KL, LAYER, OUTPUT, relative_error_of
 from pennyweight.report.heat_map import heat_map
-from pennyweight.report.layer_kinds import KindBytes, kind_of_layer, model_kinds
 from pennyweight.report.layers import model_bytes, pairs
 from pennyweight.report.leaderboard import Standing, letters, ranked, summary
 from pennyweight.report.metrics import decibels

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ...core.frame import FLAG, REAL, TEXT, WHOLE, to_frame
+from ...core.data_frame import FLAG, REAL, TEXT, WHOLE, to_frame
 from ...core.html_table import html_table
 from ...planning.configs import FqnToConfig
 from ...planning.configs.files import write_config

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from ..planning.layer_kinds import KINDS, kind_of_layer
 from .layers import stored_bytes, unwrapped
-
-KINDS = ("embeddings", "attention", "MLP", "convolutions", "head", "norms", "other")
-
-# Searched in a name in this order, because names nest: "attention.output.LayerNorm" is a norm, "attention.output.dense"
-# is attention, "output.dense" is the MLP of a BERT
-_NORM = re.compile(r"(^|[._])(\w*norm\d*|ln_?\d*|ln_\w+)([._]|$)", re.I)
-_EMBEDDING = re.compile(r"(embe?d|\bwte\b|\bwpe\b|token_type|relative_attention_bias)", re.I)
-_HEAD = re.compile(
-    r"(^|\.)(lm_head|head|classifier|score|pooler|cls|output_projection|qa_outputs|vocab_projector)(\.|$)"
-)
-_ATTENTION = re.compile(r"(attn|attention|(^|[._])(q|k|v|o|qkv)(_?proj|_lin)?([._]|$)|in_proj|c_attn)", re.I)
-_MLP = re.compile(
-    r"(mlp|ffn|feed_forward|feedforward|experts?|intermediate|output\.dense|(^|[._])(fc\d*|lin\d|up|down|gate|wi|wo)([._]|$)"
-    r"|(up|down|gate)_proj|dense_\w*h|c_fc)",
-    re.I,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,20 +21,6 @@ class KindBytes:
     bytes: int
     elements: int
     quantized: int
-
-
-def kind_of_layer(name: str, type_name: str = "", rank: int = 2) -> str:
-    """One of KINDS, from the name of a parameter, the class of its module ("" if unknown) and its number of axes."""
-    if "Norm" in type_name or _NORM.search(name):
-        return "norms"
-    if type_name == "Embedding" or _EMBEDDING.search(name):
-        return "embeddings"
-    if "Conv" in type_name and type_name != "Conv1D":  # Conv1D of transformers is a linear layer
-        return "convolutions"
-    for kind, pattern in (("head", _HEAD), ("attention", _ATTENTION), ("MLP", _MLP)):
-        if pattern.search(name):
-            return kind
-    return "convolutions" if rank > 3 else "other"
 
 
 def model_kinds(quantized: nn.Module, exact: nn.Module | None = None) -> list[KindBytes]:
