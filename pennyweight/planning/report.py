@@ -207,7 +207,7 @@ class Report:
         folds = len(self.quantized) > FOLD_ABOVE
         columns, rows = self._cells(layers=not folds, specs=False)
         notes = [self.summary(), *self.notes, *([_HINT] if folds else [])]
-        return html_table(columns, rows, title=self.config, notes=notes, right=_RIGHT)
+        return html_table(columns, rows, title=self._title(full=False), notes=notes, right=_RIGHT)
 
     def __str__(self) -> str:
         return self.to_string()
@@ -237,7 +237,7 @@ class Report:
             more = [f"… {left} lines", *[""] * (len(columns) - 1)]
             rows = [*rows[: LINES - TAIL - 1], more, *rows[-TAIL:]]
         caption = "\n".join((self.summary(), *self.notes, *([] if layers else [_HINT])))
-        table = Table(title=Text(self.config), title_justify="left", caption=Text(caption), caption_justify="left")
+        table = Table(title=Text(self._title(full=specs)), title_justify="left", caption=Text(caption), caption_justify="left")
         for name in columns:
             table.add_column(name, justify="right" if name in _RIGHT else "left", overflow="fold")
         for row in rows:
@@ -245,6 +245,13 @@ class Report:
         out = StringIO()
         Console(file=out, width=max(100, shutil.get_terminal_size((150, 50)).columns)).print(table)
         return out.getvalue()
+
+    def _title(self, full: bool) -> str:
+        """The config; unless ``full``, a long one without its arguments, such as the layers of a mixture."""
+        if full or len(self.config) <= _TITLE:
+            return self.config
+        head, _, rest = self.config.partition("(")
+        return f"{head}(...){rest.rpartition(')')[2]}"
 
     def _cells(self, layers: bool, specs: bool) -> tuple[list[str], list[list[str]]]:
         """Columns and rows of the table. layers: a row for each; specs: schemes in full."""
@@ -269,6 +276,7 @@ class Report:
 FOLD_ABOVE = 24
 LINES, TAIL = 60, 10  # of a folded table, and of its end
 _RIGHT = ("shape", "before", "after", "SQNR dB", "error/nearest")
+_TITLE = 120  # characters of a config above a table
 _HINT = "layers are grouped by name; report.to_string(full=True) lists each, report.to_pandas() is a data frame"
 
 

@@ -212,3 +212,12 @@ def test_reprs_need_no_optional_package():
     code += "print(sorted({'pandas', 'rich', 'jinja2'} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_a_long_config_is_short_above_the_table():
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+    config = pw.FqnToConfig({f"{i}.weight": "int8" for i in range(8)})
+    report = pw.quantize_(model, config, algorithm="nearest")
+    assert str(report).splitlines()[0].strip() == "FqnToConfig(...), nearest"
+    assert "7.weight" in report.to_string(full=True).partition("┏")[0]
+    assert "FqnToConfig(...)" in report._repr_html_()
