@@ -94,7 +94,8 @@ SYSTEMS = {
     "linux": System(".so", False, FLAGS, ["-shared"], {"aarch64": "linux_aarch64"}),
     "darwin": System(
         ".so", True, [*COMMON, "-fPIC", "-mmacosx-version-min=11.0", "-Xclang", "-fopenmp"],
-        ["-shared", "-mmacosx-version-min=11.0", "-undefined", "dynamic_lookup"], {"aarch64": "macosx_11_0_arm64"},
+        ["-shared", "-mmacosx-version-min=11.0", "-undefined", "dynamic_lookup", "-Wl,-install_name,@rpath/_native.so"],
+        {"aarch64": "macosx_11_0_arm64"},
     ),
     "win32": System(".dll", True, [*COMMON, "-fopenmp"], ["-shared"], {"x86_64": "win_amd64"}),
 }  # fmt: skip

@@ -40,7 +40,8 @@ def check(wheel: Path) -> str:
     exported = {f.name.removeprefix("_") if system == "macosx" else f.name for f in library.exported_functions}
     if missing := functions() - exported:
         raise SystemExit(f"{wheel.name}: {names[0]} does not export {', '.join(sorted(missing))}")
-    needed = [str(getattr(entry, "name", entry)) for entry in library.libraries]
+    own = lief.MachO.LoadCommand.TYPE.ID_DYLIB  # on macOS the name of the library itself is among those that it needs
+    needed = [str(getattr(entry, "name", entry)) for entry in library.libraries if getattr(entry, "command", 0) != own]
     if other := [name for name in needed if not SYSTEM[system].fullmatch(name)]:
         raise SystemExit(f"{wheel.name}: {names[0]} needs {', '.join(other)}")
     if system == "manylinux":  # g++ gives them no type, so lief does not count them as functions

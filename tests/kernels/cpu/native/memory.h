@@ -3,7 +3,8 @@
 #pragma once
 
 #if defined(_WIN32)
-#include <windows.h>
+#include <cstddef>  // and not windows.h, which defines `near` and `small`
+extern "C" __attribute__((dllimport)) void* VirtualAlloc(void*, size_t, unsigned long kind, unsigned long protection);
 #else
 #include <sys/mman.h>
 #include <unistd.h>
@@ -41,9 +42,10 @@ std::map<size_t, std::vector<Slot>> idle;
 #if defined(_WIN32)
 size_t page_size() { return 4096; }
 uint8_t* between_pages(size_t bytes) {
+    constexpr unsigned long COMMIT = 0x1000, RESERVE = 0x2000, NO_ACCESS = 1, READ_WRITE = 4;
     const size_t page = page_size();
-    char* p = (char*)VirtualAlloc(nullptr, bytes + 2 * page, MEM_RESERVE, PAGE_NOACCESS);
-    if (!p || !VirtualAlloc(p + page, bytes, MEM_COMMIT, PAGE_READWRITE)) fprintf(stderr, "VirtualAlloc failed\n"), abort();
+    char* p = (char*)VirtualAlloc(nullptr, bytes + 2 * page, RESERVE, NO_ACCESS);
+    if (!p || !VirtualAlloc(p + page, bytes, COMMIT, READ_WRITE)) fprintf(stderr, "VirtualAlloc failed\n"), abort();
     return (uint8_t*)p + page;
 }
 #else
