@@ -58,4 +58,4 @@ class Scheme:
 
     def shorten(self) -> str:
         """For tables: "int4, groups of 64", "int8 per row; inputs int8"."""
-        return shorten(self.weight, self.act)
+        return shorten(self.weight, self.act) + (f", by {self.solver}" if self.solver else "")

@@ -113,7 +113,8 @@ def quantize_(
     ('AffineQuantizedTensor', (3, 8))
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps a module and puts its own prefix on names
-    if isinstance(config, (type, nn.Module)):
+    a_class = isinstance(config, type) and not issubclass(config, nn.Module)
+    if a_class or isinstance(config, nn.Module):
         raise ArgumentTypeError(not_a_config("config", config))
     if not isinstance(config, (AOBaseConfig, str)) and callable(config):
         if calibration is not None or algorithm is not None:

@@ -148,7 +148,7 @@ WRONG: dict[str, Callable[[], Format]] = {
     "exists already": lambda: table("nf4", (0.0, 1.0)),
     "must be in ascending order": lambda: table("backwards", (1.0, 0.0)),
     r"bits must be in 1\.\.8": lambda: small_float("e5m10", 5, 10),
-    "unknown number format 'int9'; known: .*int8": lambda: get_format("int9"),
+    "unknown number format 'int9' .*; known are int1 to int8": lambda: get_format("int9"),
 }
 
 

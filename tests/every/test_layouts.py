@@ -108,7 +108,7 @@ def test_a_single_number_and_an_empty_tensor(name: str) -> None:
 def test_a_name_is_taken_once() -> None:
     with pytest.raises(ValueError, match="'plain' is registered already"):
         register_layout(Layout("plain", LAYOUTS["plain"].pack, LAYOUTS["plain"].unpack))
-    with pytest.raises(ValueError, match="unknown layout 'plane'; known: plain, bits"):
+    with pytest.raises(ValueError, match=r"unknown layout 'plane' \(did you mean 'plain'\?\); known: plain, bits"):
         get_layout("plane")
 
 

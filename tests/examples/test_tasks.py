@@ -60,7 +60,7 @@ def speech_encoder(text: str, out: Path) -> None:
 def moe(text: str, out: Path) -> None:
     assert "12 parameters quantized, 9 left alone" in text
     assert re.search(r"model\.layers\.0\.mlp\.gate.*left alone", text)
-    assert re.search(r"experts\.g.*uint4", text)
+    assert re.search(r"experts\.g.*int4", text)
     assert numbers(r"same two experts in the last layer: ([\d.]+)%", text)[0] > 70
 
 

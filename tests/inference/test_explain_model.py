@@ -156,6 +156,6 @@ def test_ops_of_shapes() -> None:
     ):  # fmt: skip
         assert op_of(QuantSpec(int8, block), shape) == op
     w = pw.AffineQuantizedTensor.from_float(torch.randn(4, 64), QuantSpec(int8, (-1,)))
-    with pytest.raises(ValueError, match="no kernels for op 'lineal'; known: "):
+    with pytest.raises(ValueError, match=r"no kernels for op 'lineal' \(did you mean 'linear'\?\); known: "):
         pw.explain(torch.float32, w, "lineal")
     assert pw.explain(torch.float32, w, "embedding").op == "embedding"

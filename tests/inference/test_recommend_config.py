@@ -335,9 +335,9 @@ def test_inputs_and_bounds_that_mean_nothing() -> None:
     with pytest.raises(ValueError, match="returns no floating-point tensor for these inputs, got Tensor"):
         pw.recommend(nn.Identity(), torch.tensor([1]))
     for bounds in ({"max_bytes": 0}, {"max_error": -1.0}, {"max_error": math.nan}):
-        with pytest.raises(ValueError, match="must be positive"):
+        with pytest.raises(ValueError, match="must be a positive number"):
             pw.recommend(Two(), X, **bounds)
-    with pytest.raises(ValueError, match="candidates are configs"):
+    with pytest.raises(ValueError, match=r"candidates\[0\] must be a config"):
         pw.recommend(Two(), X, candidates=[8])
     with pytest.raises(ValueError, match="unknown config 'int88'"):
         pw.recommend(Two(), X, candidates=["int88"])

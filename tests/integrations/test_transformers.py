@@ -424,7 +424,7 @@ def test_other_methods_and_bad_settings(folder: Path) -> None:
         PennyweightConfig.from_dict({"quant_method": "gptq", "bits": 4})
     with pytest.raises(ValueError, match="unknown config 'int44'"):
         PennyweightConfig("int44")
-    with pytest.raises(ValueError, match="config must be one such as"):
+    with pytest.raises(ValueError, match="config must be a config such as"):
         PennyweightConfig(8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be a list of names, got 'lm_head'"):
         PennyweightConfig("int8", "lm_head")

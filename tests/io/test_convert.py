@@ -104,11 +104,8 @@ def test_dry_run_writes_nothing(quantized: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"to": "nonsense"}, "cannot write 'nonsense'; writable formats: pennyweight, float, gguf"),
-        (
-            {"to": "float", "dtype": torch.int8},
-            "dtype=torch.int8 is only valid with to='float'; must be one of float32",
-        ),
+        ({"to": "nonsense"}, "to='nonsense': cannot write this format; writable formats: pennyweight, float, gguf"),
+        ({"to": "float", "dtype": torch.int8}, "dtype must be a floating-point dtype such as .*, got torch.int8"),
         ({"dtype": torch.float16}, "is only valid with to='float'"),
         ({"gguf_type": "Q4_K"}, "gguf_type='Q4_K' is only valid with to='gguf', not 'pennyweight'"),
     ],

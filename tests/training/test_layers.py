@@ -153,7 +153,7 @@ def test_configs_are_checked_and_make_recipes() -> None:
         (lambda: MXTrainingConfig("nvfp4"), "recipe must be one of mxfp8"),
         (lambda: Int8MixedPrecisionTrainingConfig("int8", 16, False, False, False), "quantizes nothing"),
         (lambda: LowPrecisionTrainingConfig("fp7"), "unknown training recipe 'fp7'"),
-        (lambda: Int8WeightOnlyTrainingConfig(group_size=0), "must be positive"),
+        (lambda: Int8WeightOnlyTrainingConfig(group_size=0), "group_size must be a positive integer, got 0"),
     ):
         with pytest.raises(ValueError, match=text):
             make()

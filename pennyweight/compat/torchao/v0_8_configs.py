@@ -86,8 +86,13 @@ class Int4WeightOnlyConfig(ours.Int4WeightOnlyConfig):
 class Int8DynamicActivationInt8WeightConfig(_WithLayout, ours.Int8DynamicActivationInt8WeightConfig):
     """Like ours, with ``layout``."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], Layout):  # the first argument in 0.8
+            args, kwargs = args[1:], {**kwargs, "layout": args[0]}
+        return super().__new__(cls, *args, **kwargs)
+
     def __post_init__(self) -> None:
-        if isinstance(self.act_mapping_type, Layout):  # the first argument in 0.8
+        if isinstance(self.act_mapping_type, Layout):
             object.__setattr__(self, "layout", self.act_mapping_type)
             object.__setattr__(self, "act_mapping_type", MappingType.SYMMETRIC)
         super().__post_init__()

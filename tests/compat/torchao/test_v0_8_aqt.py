@@ -221,8 +221,8 @@ def test_errors_of_the_constructors() -> None:
             to_affine_quantized_intx(x, SYM, (1, 32), torch.int8, _layout=layout)
         with pytest.raises(NotImplementedError, match="sparse weights"):
             int8_dynamic_activation_int8_weight(layout=layout)
-    with pytest.raises(NotImplementedError, match="use_hqq"):
-        Int4WeightOnlyConfig(use_hqq=True)
+    with pytest.raises(ValueError, match="use_hqq=True needs zero_point_domain FLOAT"):
+        Int4WeightOnlyConfig(use_hqq=True, zero_point_domain=ZeroPointDomain.INT)
 
 
 def test_layouts_are_taken_in_every_position() -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pennyweight.kernels.cpu import library as loaded
+
 PROGRAM = """
 import warnings, sys
 from pathlib import Path
@@ -25,6 +27,17 @@ with warnings.catch_warnings(record=True) as seen:
 assert at_import == 0, found
 print(len(found), library.available(), *found, sep="\\n")
 """
+
+
+FEATURES = {  # names in /proc/cpuinfo of what each instruction set needs
+    "avx2": {"avx2", "fma"},
+    "avx_vnni": {"avx2", "fma", "avx_vnni"},
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    "avx512_vnni": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"},
+    "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "avx512vbmi"},
+    "neon_dotprod": {"asimddp"},
+    "neon_i8mm": {"asimddp", "i8mm"},
+}
 
 
 def run(library: Path, native: str | None = None) -> list[str]:
@@ -57,3 +70,13 @@ def test_switched_off_when_running_or_when_built_does_not_warn(tmp_path: Path) -
     assert run(tmp_path / "_native.so", "0") == ["0", "switched off by PENNYWEIGHT_NATIVE=0"]
     (tmp_path / "_native.off").touch()
     assert run(tmp_path / "_native.so") == ["0", "not built: PENNYWEIGHT_NATIVE=0 when the package was installed"]
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists() or loaded.available() is not True, reason="Linux with the library")
+def test_the_instruction_sets_are_those_that_the_kernel_reports() -> None:
+    line = next(x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith(("flags", "Features")))
+    here = set(line.partition(":")[2].split())
+    library = loaded.load()
+    assert not isinstance(library, str)
+    built = {library.pw_isa_name(i).decode() for i in range(library.pw_isa_count())}
+    assert set(loaded.isas()) == {"scalar"} | {name for name in built & FEATURES.keys() if here >= FEATURES[name]}

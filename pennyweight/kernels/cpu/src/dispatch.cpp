@@ -5,15 +5,11 @@
 #include "check.h"
 #include "check_block.h"
 #include "check_conv.h"
+#include "cpu_features.h"
 #include "vtable.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
-#endif
-#if defined(__aarch64__) && defined(__linux__)
-#include <sys/auxv.h>
-#elif defined(__aarch64__) && defined(__APPLE__)
-#include <sys/sysctl.h>
 #endif
 
 #if defined(_WIN32)
@@ -37,36 +33,24 @@ struct Isa {
 
 // Weak: most parts are compiled for some instruction sets only, and a compiler may not support all of these.
 #define PW_WEAK(name) extern "C" __attribute__((weak)) void name(Table*);
-#define PW_ISA_ROW(name, test)                  \
+#define PW_DECLARE_PARTS(name)                  \
     PW_WEAK(PW_PART_NAME(int_linear, name))     \
     PW_WEAK(PW_PART_NAME(float_linear, name))   \
     PW_WEAK(PW_PART_NAME(convolution, name))    \
-    PW_WEAK(PW_PART_NAME(conversions, name))    \
-    bool has_##name() { return test; }
+    PW_WEAK(PW_PART_NAME(conversions, name))
 #define PW_PARTS(name) \
     { PW_PART_NAME(int_linear, name), PW_PART_NAME(float_linear, name), PW_PART_NAME(convolution, name), PW_PART_NAME(conversions, name) }
 
-PW_ISA_ROW(scalar, true)
+PW_DECLARE_PARTS(scalar)
 #if defined(__x86_64__)
-#define PW_HAS(feature) __builtin_cpu_supports(feature)
-PW_ISA_ROW(avx2, PW_HAS("avx2") && PW_HAS("fma"))
-PW_ISA_ROW(avx_vnni, has_avx2() && PW_HAS("avxvnni"))
-PW_ISA_ROW(avx512, PW_HAS("avx512f") && PW_HAS("avx512bw") && PW_HAS("avx512vl") && PW_HAS("avx512dq"))
-PW_ISA_ROW(avx512_vnni, has_avx512() && PW_HAS("avx512vnni"))
-PW_ISA_ROW(avx512_bf16, has_avx512_vnni() && PW_HAS("avx512bf16") && PW_HAS("avx512vbmi"))
+PW_DECLARE_PARTS(avx2)
+PW_DECLARE_PARTS(avx_vnni)
+PW_DECLARE_PARTS(avx512)
+PW_DECLARE_PARTS(avx512_vnni)
+PW_DECLARE_PARTS(avx512_bf16)
 #elif defined(__aarch64__)
-#if defined(__APPLE__)
-bool feature(const char* name) {
-    int has = 0;
-    size_t size = sizeof has;
-    return !sysctlbyname(name, &has, &size, nullptr, 0) && has;
-}
-PW_ISA_ROW(neon_dotprod, feature("hw.optional.arm.FEAT_DotProd") && feature("hw.optional.arm.FEAT_FP16"))
-PW_ISA_ROW(neon_i8mm, has_neon_dotprod() && feature("hw.optional.arm.FEAT_I8MM"))
-#elif defined(__linux__)
-PW_ISA_ROW(neon_dotprod, (getauxval(AT_HWCAP) >> 20) & 1)
-PW_ISA_ROW(neon_i8mm, has_neon_dotprod() && ((getauxval(AT_HWCAP2) >> 13) & 1))
-#endif
+PW_DECLARE_PARTS(neon_dotprod)
+PW_DECLARE_PARTS(neon_i8mm)
 #endif
 
 // Best last, after its base. setup.py has the same bases.
