@@ -66,7 +66,9 @@ def not_a_config(name: str, value: Any) -> str:
         remedy = "; for configs by layer name write FqnToConfig({...})"
     else:
         remedy = ""
-    return f'{name} must be a config such as Int8WeightOnlyConfig(), or a name such as "int8"; got {show(value)}{remedy}'
+    return (
+        f'{name} must be a config such as Int8WeightOnlyConfig(), or a name such as "int8"; got {show(value)}{remedy}'
+    )
 
 
 def read_candidates(candidates: Any, default: Sequence[AOBaseConfig]) -> list[AOBaseConfig]:

@@ -237,7 +237,9 @@ class Report:
             more = [f"… {left} lines", *[""] * (len(columns) - 1)]
             rows = [*rows[: LINES - TAIL - 1], more, *rows[-TAIL:]]
         caption = "\n".join((self.summary(), *self.notes, *([] if layers else [_HINT])))
-        table = Table(title=Text(self._title(full=specs)), title_justify="left", caption=Text(caption), caption_justify="left")
+        table = Table(
+            title=Text(self._title(full=specs)), title_justify="left", caption=Text(caption), caption_justify="left"
+        )
         for name in columns:
             table.add_column(name, justify="right" if name in _RIGHT else "left", overflow="fold")
         for row in rows:

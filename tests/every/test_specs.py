@@ -393,7 +393,9 @@ def test_a_wrong_spec_cannot_be_built() -> None:
         uint4.with_(zero_point=True)
     with pytest.raises(ValueError, match="mid must be one of the codes of an integer format, got 16 for uint4"):
         uint4.with_(mid=16)
-    with pytest.raises(ValueError, match="scale must be a float dtype such as torch.float16, or a QuantSpec, got torch.int8"):
+    with pytest.raises(
+        ValueError, match=r"scale must be a float dtype such as torch\.float16, or a QuantSpec, got torch.int8"
+    ):
         uint4.with_(scale=torch.int8)
     with pytest.raises(ValueError, match="zero points must be in the range of the codes"):
         ActivationSpec(QuantSpec(UINT4, (-1,), zero_point=UINT5))

@@ -212,7 +212,9 @@ def test_shapes_that_do_not_fit_and_integers_are_refused() -> None:
         linear(torch.ones(2, 33), torch.ones(16, 32))
     with pytest.raises(ValueError, match=r"must be floating point, got torch\.int64"):
         linear(torch.ones(2, 32, dtype=torch.int64), torch.ones(16, 32))
-    with pytest.raises(ValueError, match=r"unknown training recipe 'fp8' \(did you mean .*\); known: tensorwise, rowwise"):
+    with pytest.raises(
+        ValueError, match=r"unknown training recipe 'fp8' \(did you mean .*\); known: tensorwise, rowwise"
+    ):
         linear(torch.ones(2, 32), torch.ones(16, 32), None, "fp8")
 
 

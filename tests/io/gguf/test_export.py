@@ -225,7 +225,9 @@ def test_tokenizer_and_config_come_back(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
     source = saved(llama(), tmp_path / "f")
     for kind in ("IQ2_XS", "I8", "i32", "Q9", ""):  # whole numbers would round the weights
-        with pytest.raises(ValueError, match=f"gguf_type='{kind}' cannot be written.*; writable types: F32, F16, .*Q4_K"):
+        with pytest.raises(
+            ValueError, match=f"gguf_type='{kind}' cannot be written.*; writable types: F32, F16, .*Q4_K"
+        ):
             pw.convert(source, tmp_path / "m.gguf", to="gguf", gguf_type=kind)
     assert all(TYPES[kind].writable for kind in FROM_FLOATS)
     with pytest.raises(CheckpointError, match=r"is a folder; pass the path of a \.gguf file"):

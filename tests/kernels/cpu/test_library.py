@@ -72,7 +72,9 @@ def test_switched_off_when_running_or_when_built_does_not_warn(tmp_path: Path) -
     assert run(tmp_path / "_native.so") == ["0", "not built: PENNYWEIGHT_NATIVE=0 when the package was installed"]
 
 
-@pytest.mark.skipif(not Path("/proc/cpuinfo").exists() or loaded.available() is not True, reason="Linux with the library")
+@pytest.mark.skipif(
+    not Path("/proc/cpuinfo").exists() or loaded.available() is not True, reason="Linux with the library"
+)
 def test_the_instruction_sets_are_those_that_the_kernel_reports() -> None:
     line = next(x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith(("flags", "Features")))
     here = set(line.partition(":")[2].split())
