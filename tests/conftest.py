@@ -17,6 +17,7 @@ import pennyweight
 # Terminals and pytest-xdist set these, and rich takes the width of tables from them; the tests expect its default.
 for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
+ENVIRONMENT = dict(os.environ)
 
 PACKAGE = str(Path(pennyweight.__file__).parent)
 SENTINEL = 85  # 0b01010101: fits every integer type, and is neither a likely code nor a likely zero point
@@ -29,6 +30,28 @@ hypothesis.settings.load_profile("repeatable")
 get_torch_obj_rule_map()
 # So does `with torch.device("meta")`, which would not know `empty` again.
 _device_constructors()
+
+
+def pytest_collection_finish() -> None:
+    restore_environment(ENVIRONMENT)  # modules that are imported to find the tests may be programs, which set variables
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """Variables set by a test, by a page that it runs or by an import do not reach the processes of later tests."""
+    before = dict(os.environ)
+    yield
+    restore_environment(before)
+
+
+def restore_environment(wanted: dict[str, str]) -> None:
+    for name in os.environ.keys() | wanted.keys():
+        if name.startswith("PYTEST"):  # pytest and pytest-xdist keep these
+            continue
+        if name not in wanted:
+            del os.environ[name]
+        elif os.environ.get(name) != wanted[name]:
+            os.environ[name] = wanted[name]
 
 
 @pytest.fixture
@@ -45,6 +68,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # for processes that the test starts
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)

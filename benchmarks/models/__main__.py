@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched
+if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched; before transformers is imported, and by the workers too
 
 from rich.console import Console
 from rich.table import Table
