@@ -155,7 +155,8 @@ def write(script: Path) -> bool:
     with tempfile.TemporaryDirectory() as sockets:  # files: TCP would be open to other users of the machine
         folder = {"resources": {"metadata": {"path": str(ROOT)}}}
         kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{sockets}/kernel")
-        NotebookClient(made, kernel, timeout=300, extra_arguments=[_QUIET], **folder).execute()
+        client = NotebookClient(made, kernel, timeout=300, extra_arguments=[_QUIET], **folder)
+        client.execute(cleanup_kc=True)  # end the kernel: its manager is ours
     nbformat.write(made, plain)
     links = (
         f"{{download}}`Download the notebook <files/{script.stem}.ipynb>` · [Script]({source_url(script)}) · "

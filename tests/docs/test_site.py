@@ -60,6 +60,32 @@ def public() -> list[str]:
 REFERENCE = reference()
 
 
+def navigation(page: Path) -> set[Path]:
+    """The pages that the toctrees of a page list; patterns expanded."""
+    text = page.read_text(encoding="utf-8")
+    name = page.relative_to(DOCS).with_suffix("").as_posix()
+    entries = [page_lists.BELOW[name]] if name in page_lists.BELOW and "{toctree}" not in text else []
+    for block in re.findall(r"^```\{toctree\}\n(.*?)^```$", text, re.M | re.S):
+        entries += [line for line in block.splitlines() if line and not line.startswith(":")]
+    for block in re.findall(r"^\.\. toctree::\n((?:[ ]+.*\n|\n)+)", text, re.M):
+        entries += [line.strip() for line in block.splitlines() if line.strip() and not line.strip().startswith(":")]
+    stems = [re.sub(r".*<(.*)>$", r"\1", entry) for entry in entries]
+    found = {path.resolve() for stem in stems for end in (".md", ".rst") for path in page.parent.glob(stem + end)}
+    return found - {page.resolve()}
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """Sphinx warns of others, which is an error of the build, but the build takes minutes."""
+    reached, left = set(), [(DOCS / "index.md").resolve()]
+    while left:
+        page = left.pop()
+        reached.add(page)
+        left += navigation(page) - reached
+    pages = {path.resolve() for end in ("md", "rst") for path in DOCS.rglob(f"*.{end}")}
+    pages = {page for page in pages if page.relative_to(DOCS.resolve()).parts[0] not in ("site_tools", "notebooks")}
+    assert pages - reached == set()
+
+
 def test_each_entry_of_the_reference_exists_once() -> None:
     assert {name: pages for name, pages in REFERENCE.items() if len(pages) > 1} == {}
     for name in REFERENCE:
