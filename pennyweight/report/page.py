@@ -62,8 +62,9 @@ def _lead(page: Page) -> str:
         return f"{len(page.models)} quantizations of one model. {summary(page.standings)}"
     layers = page.models[0].layers
     quantized = [w for w in layers if w.quantized]
-    schemes = list(dict.fromkeys(w.scheme for w in quantized))
-    named = ", ".join(schemes[:3]) + (f" and {len(schemes) - 3} more" if len(schemes) > 3 else "")
+    schemes = list(dict.fromkeys(w.short for w in quantized))
+    more = [f"{len(schemes) - 3} more"] if len(schemes) > 3 else []
+    named = " and ".join(schemes[:3] + more)  # a scheme has commas of its own
     left = len(layers) - len(quantized)
     kept = f"; {left} more matrices not quantized" if left else ""
     return f"{len(quantized)} layers quantized as {named}{kept}." if quantized else "No layer is quantized."
@@ -202,7 +203,7 @@ def _error_text(e: WeightErrors) -> str:
 def _error_note(m: Quantization, e: WeightErrors) -> str:
     w = next(w for w in m.layers if w.name == e.name)
     db = f"weight {w.weight_sqnr:.1f} dB" + ("" if w.layer_sqnr is None else f", layer {w.layer_sqnr:.1f} dB")
-    text = f"{w.scheme}: {db}. Worst channels: {', '.join(f'{c} ({v:.1%})' for c, v in e.worst)}"
+    text = f"{w.short}: {db}. Worst channels: {', '.join(f'{c} ({v:.1%})' for c, v in e.worst)}"
     text += f", {e.share:.1%} of the squared error."
     if e.blocks:
         channel, first, last, share = e.blocks[0]
@@ -324,7 +325,7 @@ def _layer_table(m: Quantization) -> dict[str, Any]:
         row = [
             _cell(name, w.name, "l name"),
             _cell("×".join(map(str, w.shape)), w.weights),
-            _cell(w.scheme or "left alone", w.scheme, "l scheme"),
+            _cell(w.short or "left alone", w.scheme, "l scheme", title=w.scheme),
             _cell(f"{w.bits_per_weight:.3f}", w.bits_per_weight),
             _cell(f"{w.bytes:,}", w.bytes),
         ]
@@ -373,8 +374,8 @@ def _heads(columns: list[tuple[str, bool, str]]) -> list[dict[str, Any]]:
     return [{"name": n, "left": left, "help": h} for n, left, h in columns]
 
 
-def _cell(text: str, sort: Any, style: str = "", grade: str = "") -> dict[str, str]:
-    return {"text": text, "sort": str(sort), "style": style, "grade": grade, "mark": MARKS[grade]}
+def _cell(text: str, sort: Any, style: str = "", grade: str = "", title: str = "") -> dict[str, str]:
+    return {"text": text, "sort": str(sort), "style": style, "grade": grade, "mark": MARKS[grade], "title": title}
 
 
 def _db(value: float | None, coloured: bool = False) -> dict[str, str]:

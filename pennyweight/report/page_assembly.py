@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.describe_spec import shorten
 from ..core.tensor import AffineQuantizedTensor
 from ..io import open as open_checkpoint
 from ..planning.layer_timing import ROTATED, ROWS, time_layer
@@ -188,12 +189,13 @@ def _stored(folder: str, name: str) -> Quantization:
             entries.append((key, len(shape), held.nbytes, count, meta is not None))
             if len(shape) < 2:
                 continue
-            scheme = ""
+            scheme = short = ""
             if meta is not None:
                 scheme = f"{meta.spec.with_(layout='plain')}{' perm' if meta.perm else ''}"
                 scheme += "" if meta.act is None else f" × {meta.act}"
+                short = shorten(meta.spec, meta.act)
             unknown = count * held.kind.dtype.itemsize  # its size before quantization
-            layers.append(Layer(key, "", shape, scheme, count, unknown, held.nbytes, math.nan))
+            layers.append(Layer(key, "", shape, scheme, count, unknown, held.nbytes, math.nan, scheme_short=short))
     kinds: list[KindBytes] = stored_kinds(entries)
     said = verdict(None, layers, kinds, total=total, total_float=None, latency={})
     return Quantization(name, folder, layers, total, kinds, verdict=said)

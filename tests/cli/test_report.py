@@ -127,6 +127,11 @@ def test_weights_alone(run: Any, writer: Path, small: Path, tmp_path: Path) -> N
     check_alone(page)
     header = next(row for row in page.rows if row[0] == "layer")
     assert header == ["layer", "shape", "scheme", "bits", "bytes", "weight dB"]
+    quantized = [row for row in page.rows if row[0].endswith("_proj.weight")]
+    assert {row[2] for row in quantized} == {"int4, groups of 32"}
+    specs = {value for _, name, value in page.attributes if name == "title" and "[32]" in value}
+    assert specs == {"uint4[32] scale=f32 offset=f32 mid=8"}  # the whole spec on demand
+    assert "mid=8" not in page.text
     assert "SQNR of each weight in dB" in page.text
     assert "no text was given" in page.text
 
