@@ -12,7 +12,6 @@ _SMOOTH = (
 )
 _TRAIN = "quantize_ with a config of pennyweight.training: Float8TrainingConfig, Int8MixedPrecisionTrainingConfig, MXTrainingConfig"
 _GPU = "packs for one GPU; "
-_STATES = "states are AffineQuantizedTensor, with dequantize() and from_float()"
 _HANDLER = "handled one operator inside; call that operator on the tensor"
 
 # Path of a module or of a name in it -> (releases of torchao that had it, from their wheels; replacement).
@@ -62,14 +61,6 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.awq": ("0.6 on", 'pennyweight.quantize_(model, config, calibration=batches, algorithm="awq")'),
     "prototype.gptq": ("0.16 on", _GPTQ),
     "prototype.hqq": ("0.2 on", 'pennyweight.quantize_(model, config, algorithm="hqq"); the formulas are in torchao.quantization.quant_primitives'),
-    "optim.quant_utils": ("0.10 on", _STATES),
-    "optim.subclass_4bit": ("0.10 on", _STATES),
-    "optim.subclass_8bit": ("0.10 on", _STATES),
-    "optim.subclass_fp8": ("0.10 on", _STATES),
-    "prototype.low_bit_optim.quant_utils": ("0.4 to 0.10", _STATES),
-    "prototype.low_bit_optim.subclass_4bit": ("0.4 to 0.10", _STATES),
-    "prototype.low_bit_optim.subclass_8bit": ("0.4 to 0.10", _STATES),
-    "prototype.low_bit_optim.subclass_fp8": ("0.4 to 0.10", _STATES),
     "prototype.moe_quant": ("0.11 to 0.15", "FqnToConfig, which selects experts by parameter name"),
     "prototype.moe_training": ("0.12 on", "pennyweight.training.grouped_mm"),
     "prototype.parq": ("0.10 on", "pennyweight.optim.QuantOptimizer"),
@@ -171,8 +162,6 @@ BESIDES: dict[str, str] = {
     ),
     "float8.inference": "F.linear with a Float8Tensor",
     "kernel": _SPARSE,
-    "optim.adam": "a rule of pennyweight.optim.update_rules",
-    "prototype.low_bit_optim.adam": "a rule of pennyweight.optim.update_rules",
     "prototype.dtypes": "IntxWeightOnlyConfig(torch.int2)",
     "prototype.dtypes.uintx.bitpacking": "pack and unpack",
     "prototype.mx_formats": "MXDynamicActivationMXWeightConfig or NVFP4WeightOnlyConfig; to train, pennyweight.training.MXTrainingConfig",

@@ -1,20 +1,12 @@
-"""torchao.prototype.quantized_training and torchao.optim, over our training and optim.
-
-States of the optimizers are our quantized tensors. The formats of second moments differ from torchao's
-(docs/optimizers.md), as do the block sizes of 4-bit states unless ``block_size`` is given; a learning rate need not be
-a tensor.
-"""
+"""torchao.prototype.quantized_training, over our training."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...optim import AdamW8bit
 from ...planning.module_handlers import register_quantize_module_handler
 from ...training import (
     BitNetTrainingConfig,
@@ -26,7 +18,7 @@ from ...training.low_precision.configs import make_trainable, names_weight
 
 __all__ = [
     "BitNetTrainingConfig", "Int8MixedPrecisionTrainingConfig", "Int8MixedPrecisionTrainingLinear",
-    "Int8WeightOnlyQuantizedTrainingConfig", "_AdamW", "bitnet_training", "get_bitnet_scale",
+    "Int8WeightOnlyQuantizedTrainingConfig", "bitnet_training", "get_bitnet_scale",
     "int8_mixed_precision_training", "int8_weight_only_quantized_training", "precompute_bitnet_scale_for_fsdp",
     "quantize_bitnet_weight", "quantize_int8_rowwise",
 ]  # fmt: skip
@@ -68,18 +60,3 @@ def quantize_bitnet_weight(w: Tensor, scale: Tensor, eps: float = 1e-5) -> Tenso
 
 def precompute_bitnet_scale_for_fsdp(module: nn.Module) -> None:
     """No-op: the scale is computed from the gathered weight."""
-
-
-# -- optimizers --------------------------------------------------------------------------------------------------------
-
-
-class _AdamW(AdamW8bit):
-    """AdamW with float32 states, for quantized parameters; bit-identical to torch.optim for the others."""
-
-    LEAST = math.inf
-
-    def __init__(
-        self, params: Any, lr: Any = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 1e-2, amsgrad: bool = False, *, bf16_stochastic_round: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, bf16_stochastic_round=bf16_stochastic_round)
