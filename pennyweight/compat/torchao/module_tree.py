@@ -43,6 +43,8 @@ _PRIMITIVES = "primitives format_primitives hqq qparams enums"
 _TENSORS = "int8_float8_views int4_views block_views"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
 _QAT = "qat_configs qat_modules"
+_FLOAT8_TENSOR = "float8_training.training_tensor float8_training.products float8_training.casting"
+_FLOAT8 = f"float8_training.config float8_training.layers {_FLOAT8_TENSOR} enums"
 
 # Package of torchao, modules in it ("." is the package itself), files here with their names.
 _ROWS = (
@@ -65,9 +67,13 @@ _ROWS = (
         "tensor_core_tiled_layout uintx_layout",
         "v0_8_layouts",
     ),
-    ("float8", ". config float8_linear float8_linear_utils fsdp_utils types", "float8_training"),
-    ("float8", "float8_utils", "float8_functions float8_training"),
-    ("float8", "inference", "enums"),
+    ("float8", ". config float8_linear float8_linear_utils fsdp_utils types", _FLOAT8),
+    ("float8", "distributed_utils float8_ops float8_training_tensor", _FLOAT8_TENSOR),
+    ("float8", "float8_python_api", "float8_training.products"),
+    ("float8", "float8_scaling_utils", _FLOAT8_TENSOR),
+    ("float8", "float8_tensor", f"float8_training.tensor_0_9 {_FLOAT8_TENSOR}"),
+    ("float8", "float8_utils", "float8_training.functions float8_training.config"),
+    ("float8", "inference", "float8_training.inference enums"),
     ("kernel", ". intmm", "int8_matmul"),
     ("optim", ". adam cpu_offload", "@optim low_bit_optim.adam"),
     ("optim", "quant_utils", "low_bit_optim.quantizers"),

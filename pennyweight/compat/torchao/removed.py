@@ -11,6 +11,7 @@ _SMOOTH = (
     'pennyweight.quantize_(model, Int8DynamicActivationInt8WeightConfig(), calibration=batches, algorithm="smooth")'
 )
 _TRAIN = "quantize_ with a config of pennyweight.training: Float8TrainingConfig, Int8MixedPrecisionTrainingConfig, MXTrainingConfig"
+_DELAYED = "scales are recomputed in each product, ScalingType.DYNAMIC: no history is kept or synchronized"
 _GPU = "packs for one GPU; "
 _HANDLER = "handled one operator inside; call that operator on the tensor"
 
@@ -18,6 +19,10 @@ _HANDLER = "handled one operator inside; call that operator on the tensor"
 GONE: dict[str, tuple[str, str]] = {
     "dtypes._nf4tensor_api": ("0.10 to 0.15", "NF4WeightOnlyConfig"),
     "float8": ("0.4 on", _TRAIN),
+    "float8.float8_tensor_parallel": ("0.4 on", "torch's ColwiseParallel and RowwiseParallel, which shard a Float8Linear"),
+    "float8.inductor_utils": ("0.9", _DELAYED),
+    "float8.roofline_utils": ("0.4 to 0.11", "a measurement, pennyweight doctor --bench"),
+    "float8.stateful_float8_linear": ("0.9", _DELAYED),
     "kernel": ("0.1 on", "torchao.kernel.intmm"),
     "ops": ("0.2 on", "F.linear with a quantized weight: torchao's own operators are those of its kernels"),
     "prototype._nf4tensor_api": ("0.16 on", "NF4WeightOnlyConfig"),
@@ -147,20 +152,13 @@ BESIDES: dict[str, str] = {
     "dtypes.uintx.semi_sparse_layout": _SPARSE,
     "dtypes.uintx.uint4_layout": "UIntXWeightOnlyConfig(torch.uint4)",
     **dict.fromkeys(
-        (
-            "float8",
-            "float8.config",
-            "float8.float8_linear",
-            "float8.float8_linear_utils",
-            "float8.float8_utils",
-            "float8.fsdp_utils",
-        ),
-        _TRAIN,
-    ),
-    **dict.fromkeys(
         [f"prototype.quantized_training{end}" for end in ("", ".bitnet", ".int8", ".int8_mixed_precision")], _TRAIN
     ),
-    "float8.inference": "F.linear with a Float8Tensor",
+    **dict.fromkeys(
+        [f"float8{end}" for end in ("", ".config", ".float8_linear_utils", ".float8_scaling_utils", ".float8_utils")],
+        _DELAYED,
+    ),
+    "float8.fsdp_utils": "fully_shard(model), which gathers weights in their own dtype",
     "kernel": _SPARSE,
     "prototype.dtypes": "IntxWeightOnlyConfig(torch.int2)",
     "prototype.dtypes.uintx.bitpacking": "pack and unpack",
