@@ -98,7 +98,11 @@ _ROWS = (
     ("prototype.quantization.int4", ".", f"{_CONFIGS} int8_float8_views int4_views"),
     ("prototype.quantization.int4", "inference_workflow", _CONFIGS),
     ("prototype.quantization.int4", "int4_opaque_tensor", "int8_float8_views int4_views"),
-    ("prototype.quantized_training", ". bitnet int8 int8_mixed_precision", "training"),
+    (
+        "prototype.quantized_training",
+        ". bitnet int8 int8_mixed_precision int8_mm",
+        "quantized_training.configs quantized_training.weights",
+    ),
     ("prototype.safetensors", ".", ""),
     ("prototype.safetensors", "safetensors_support safetensors_utils", "safetensors_state"),
     ("quantization", ".", f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights int8_matmul base_tensor qat_configs"),

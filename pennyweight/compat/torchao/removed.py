@@ -151,9 +151,7 @@ BESIDES: dict[str, str] = {
     "dtypes.uintx.packed_linear_int8_dynamic_activation_intx_weight_layout": "Int8DynamicActivationIntxWeightConfig, whose weights are packed for the processor at hand",
     "dtypes.uintx.semi_sparse_layout": _SPARSE,
     "dtypes.uintx.uint4_layout": "UIntXWeightOnlyConfig(torch.uint4)",
-    **dict.fromkeys(
-        [f"prototype.quantized_training{end}" for end in ("", ".bitnet", ".int8", ".int8_mixed_precision")], _TRAIN
-    ),
+    "prototype.quantized_training.int8_mm": "scaled_int8_mm, which runs on every device",
     **dict.fromkeys(
         [f"float8{end}" for end in ("", ".config", ".float8_linear_utils", ".float8_scaling_utils", ".float8_utils")],
         _DELAYED,
