@@ -44,6 +44,8 @@ _TENSORS = "int8_float8_views int4_views block_views"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
 _QAT = "qat_configs qat_modules"
 _FLOAT8_TENSOR = "float8_training.training_tensor float8_training.products float8_training.casting"
+_BLOCKWISE = "blockwise_float8.functions blockwise_float8.linear"
+_MOE = "moe_training.products moe_training.token_groups moe_training.config"
 _FLOAT8 = f"float8_training.config float8_training.layers {_FLOAT8_TENSOR} enums"
 
 # Package of torchao, modules in it ("." is the package itself), files here with their names.
@@ -75,6 +77,7 @@ _ROWS = (
     ("float8", "float8_utils", "float8_training.functions float8_training.config"),
     ("float8", "inference", "float8_training.inference enums"),
     ("kernel", ". intmm", "int8_matmul"),
+    ("kernel", "blockwise_quantization", "blockwise_float8.functions"),
     ("optim", ". adam cpu_offload", "@optim low_bit_optim.adam"),
     ("optim", "quant_utils", "low_bit_optim.quantizers"),
     ("optim", "subclass_4bit", "low_bit_optim.state_4bit"),
@@ -82,6 +85,9 @@ _ROWS = (
     ("optim", "subclass_fp8", "low_bit_optim.state_fp8"),
     ("prototype", ".", ""),
     ("prototype", "custom_fp_utils", "format_primitives"),
+    ("prototype.blockwise_fp8", ". blockwise_linear blockwise_quantization", _BLOCKWISE),
+    ("prototype.blockwise_fp8_inference", ". blockwise_linear", _BLOCKWISE),
+    ("prototype.blockwise_fp8_training", ". kernels linear", _BLOCKWISE),
     ("prototype.dtypes", ".", "v0_8_layouts"),
     ("prototype.dtypes.uintx", ".", "v0_8_layouts"),
     ("prototype.dtypes.uintx", "bitpacking", "v0_8_layouts"),
@@ -91,6 +97,13 @@ _ROWS = (
     ("prototype.low_bit_optim", "subclass_4bit", "low_bit_optim.state_4bit"),
     ("prototype.low_bit_optim", "subclass_8bit", "low_bit_optim.state_8bit"),
     ("prototype.low_bit_optim", "subclass_fp8", "low_bit_optim.state_fp8"),
+    ("prototype.moe_training", ".", f"{_MOE} moe_training.weights"),
+    ("prototype.moe_training", "config", "moe_training.config"),
+    ("prototype.moe_training", "conversion_utils tensor", "moe_training.weights moe_training.config"),
+    ("prototype.moe_training", "fp8_grouped_mm mxfp8_grouped_mm mxfp8_linear scaled_grouped_mm", _MOE),
+    ("prototype.moe_training.kernels", ".", ""),
+    ("prototype.moe_training.kernels.mxfp8", ". quant", "moe_training.token_groups"),
+    ("prototype.moe_training", "utils", f"{_MOE} moe_training.weights"),
     ("prototype.mx_formats", ". inference_workflow", f"{_CONFIGS} int8_float8_views block_views enums"),
     ("prototype.mx_formats", "config", "enums"),
     ("prototype.mx_formats", "mx_tensor nvfp4_tensor", "int8_float8_views block_views enums"),

@@ -48,7 +48,15 @@ class RecipeWeight(Tensor):
 
     def recipe(self) -> Recipe:
         """The recipe of its products."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not say how its products are quantized")
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Any:
+        """x [.., K] · weight [N, K]ᵀ + bias; NotImplemented: in high precision."""
+        return linear(x, unwrapped(self), bias, self.recipe())
+
+    def grouped(self, x: Tensor, ends: Tensor, bias: Tensor | None) -> Any:
+        """Tokens x [T, K] times experts [E, K, N]; see :func:`pennyweight.training.grouped_mm`."""
+        return grouped_mm(x, unwrapped(self), ends, self.recipe(), bias)
 
     def again(self, data: Tensor) -> RecipeWeight:
         """Another value with the same attributes."""
@@ -112,23 +120,21 @@ def unwrapped(weight: Any) -> Tensor:
 
 
 def _linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Any:
-    if not isinstance(weight, RecipeWeight):
-        return NotImplemented
-    return linear(unwrapped(input), unwrapped(weight), unwrapped(bias), weight.recipe())
+    return weight.linear(unwrapped(input), unwrapped(bias)) if isinstance(weight, RecipeWeight) else NotImplemented
 
 
 def _grouped(input: Tensor, mat2: Any, offs: Tensor | None = None, bias: Tensor | None = None, **more: Any) -> Any:
-    """Tokens [T, K] times experts [E, K, N]. Other forms have no recipe, and compute in high precision."""
+    """Tokens times experts. Other forms have no recipe, and compute in high precision."""
     if not isinstance(mat2, RecipeWeight) or offs is None or input.ndim != 2 or mat2.ndim != 3:
         return NotImplemented
-    return grouped_mm(unwrapped(input), unwrapped(mat2), offs, mat2.recipe(), bias)
+    return mat2.grouped(unwrapped(input), offs, unwrapped(bias))
 
 
 def _product(input: Any, other: Any) -> Any:
     """x [.., K] times a weight [K, N]."""
     if not isinstance(other, RecipeWeight) or other.ndim != 2 or input.ndim < 1:
         return NotImplemented
-    return linear(unwrapped(input), unwrapped(other).t(), None, other.recipe())
+    return other.t().linear(unwrapped(input), None)  # type: ignore[attr-defined]
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {F.linear: _linear, torch._grouped_mm: _grouped}
