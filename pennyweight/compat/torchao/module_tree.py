@@ -112,6 +112,11 @@ _ROWS = (
     ("prototype.moe_training", "fp8_grouped_mm mxfp8_grouped_mm mxfp8_linear scaled_grouped_mm", _MOE),
     ("prototype.moe_training.kernels", ".", ""),
     ("prototype.moe_training.kernels.mxfp8", ". quant", "moe_training.token_groups"),
+    (
+        "prototype.moe_training.nvfp4_training",
+        ". hadamard_utils nvfp4_linear nvfp4_training",
+        "moe_training.nvfp4",
+    ),
     ("prototype.moe_training", "utils", f"{_MOE} moe_training.weights"),
     ("prototype.mx_formats", ". inference_workflow", f"{_CONFIGS} int8_float8_views block_views enums"),
     ("prototype.mx_formats", "config", "enums"),
@@ -176,6 +181,8 @@ _ROWS = (
     ("quantization.quantize_.workflows.nf4", ". nf4_tensor", "int8_float8_views block_views"),
     ("testing", ".", ""),
     ("testing", "model_architectures", "model_architectures"),
+    ("testing.float8", ". dtensor_utils fsdp2_utils test_utils", "float8_training.harness"),
+    ("testing.training", ". dtensor_utils fsdp2_utils test_utils", "float8_training.harness"),
     ("testing", "utils", "harness harness_parallel hardware"),
 )
 TREE: dict[str, tuple[str, ...]] = {

@@ -463,3 +463,42 @@ def test_opaque_float8_weights() -> None:
         Float8OpaqueTensor.from_hp(w, [1, 32], QuantizeTensorToFloat8Kwargs(E4M3, PerGroup(64)))
     with pytest.raises(ValueError, match=r"\[1, 2, 32, 32\] are packed for one processor"):
         Float8OpaqueTensor(torch.zeros(1, 2, 32, 32).to(E4M3), torch.ones(1, 2, 32), [1, 32])
+
+
+# -- torchao.testing.training ------------------------------------------------------------------------------------------
+
+
+def test_training_with_fsdp_is_that_of_one_model(tmp_path: Path) -> None:
+    """The helpers of a test, with a group of one process."""
+    import unittest
+
+    import torch.distributed as dist
+    from torchao.float8 import ScalingType, convert_to_float8_training
+    from torchao.testing.training.dtensor_utils import ToyModel
+    from torchao.testing.training.fsdp2_utils import check_parity_bf16_mp, check_parity_no_mp
+    from torchao.testing.training.test_utils import get_test_float8_linear_config
+
+    config = get_test_float8_linear_config(*[ScalingType.DYNAMIC] * 3, emulate=True)
+    assert config.emulate
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        ref = convert_to_float8_training(ToyModel(16), config=config)
+        assert [n for n, _ in ref.named_parameters()] == [f"ffn.{n}.weight" for n in ("w1", "w2", "out_proj")]
+        twin, third, x = copy.deepcopy(ref), copy.deepcopy(ref), torch.randn(4, 16)
+        case = unittest.TestCase()
+        one, two = (torch.optim.Adam(m.parameters(), lr=1e-2) for m in (ref, twin))
+        check_parity_no_mp(case, ref, one, twin, two, x, config, precompute=True)
+        assert torch.equal(ref(x), twin(x))
+        for p in third.parameters():
+            p.data += 1e-2
+        with pytest.raises(AssertionError, match="step 0: losses"):
+            check_parity_no_mp(case, ref, one, third, torch.optim.Adam(third.parameters(), lr=1e-2), x, config)
+        half, sharded = copy.deepcopy(ref).bfloat16(), copy.deepcopy(ref).bfloat16()
+        with pytest.raises(AssertionError, match="step"):  # a master copy in float32 keeps what bfloat16 loses
+            check_parity_bf16_mp(
+                case, ref, half, torch.optim.SGD(ref.parameters(), lr=1e-3), sharded,
+                torch.optim.SGD(sharded.parameters(), lr=1e-3), x.bfloat16(),
+            )  # fmt: skip
+    finally:
+        dist.destroy_process_group()

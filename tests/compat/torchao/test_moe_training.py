@@ -216,3 +216,68 @@ def test_groups_of_tokens() -> None:
     for arguments in ((4, 100), (9, 256)):
         with pytest.raises(ValueError, match=r"divisible by 32|larger than"):
             generate_jagged_offs(*arguments, device="cpu")
+
+
+# -- NVFP4 -------------------------------------------------------------------------------------------------------------
+
+
+def test_hadamard_matrices() -> None:
+    from torchao.prototype.moe_training.nvfp4_training.hadamard_utils import (
+        get_hadamard_matrix,
+        get_rht_matrix,
+        get_wgrad_sign_vector,
+    )
+
+    h = get_hadamard_matrix(16, "cpu")
+    assert h.dtype is torch.bfloat16
+    assert torch.equal(h.abs(), torch.full((16, 16), 0.25, dtype=torch.bfloat16))
+    assert torch.equal((h @ h.t()).float(), torch.eye(16))
+    assert (4 * h[5]).tolist() == [1, -1, 1, -1, -1, 1, -1, 1, 1, -1, 1, -1, -1, 1, -1, 1]
+    signs = get_wgrad_sign_vector(16, "cpu", torch.int8)
+    assert set(signs.tolist()) <= {-1, 1}
+    told = torch.diag(signs.float()) @ h.float()
+    assert torch.equal(get_rht_matrix(tuple(signs.tolist()), "cpu", torch.float32, 16), told)
+    with pytest.raises(ValueError, match="Only hadamard dimension 16"):
+        get_hadamard_matrix(32, "cpu")
+    with pytest.raises(ValueError, match="length 16, got 2"):
+        get_rht_matrix((1, -1), "cpu", torch.float32, 16)
+
+
+def test_nvfp4_layers_train() -> None:
+    from torchao.prototype.moe_training.nvfp4_training.nvfp4_linear import nvfp4_linear
+    from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import NVFP4Linear, NVFP4TrainingConfig
+    from torchao.quantization import quantize_
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 32))
+    x = torch.randn(64, 48)
+    plain, weight = model(x), model[0].weight
+    signs = [1, -1] * 8
+    quantize_(model, NVFP4TrainingConfig(rht_sign_vector=signs))
+    assert [type(m) for m in model] == [NVFP4Linear, nn.GELU, NVFP4Linear]
+    assert model[0].weight is weight
+    assert model[0].rht_sign_vector == tuple(signs)
+    assert 0.02 < error(model(x), plain) < 0.3
+    y = nvfp4_linear(x, model[0].weight, model[0].bias, sign_vector=torch.tensor(signs))
+    assert torch.equal(y, model[0](x))
+
+    def gradient(seed: list[int] | None) -> Tensor:
+        w = weight.detach().clone().requires_grad_()
+        nvfp4_linear(x, w, sign_vector=seed).square().sum().backward()
+        return w.grad
+
+    assert torch.equal(gradient(signs), gradient(signs))
+    assert not torch.equal(gradient(signs), gradient([1] * 16))
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=5e-3), []
+    for _ in range(25):
+        loss = (model(x) - x[:, :32].sin()).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.6 * losses[0]
+    with pytest.raises(ValueError, match="shard the converted layers with parallelize_module"):
+        NVFP4TrainingConfig(process_group=object())
+    for wrong in ([1, -1], [2] * 16):
+        with pytest.raises(ValueError, match="must have 16 elements, each -1 or 1"):
+            NVFP4TrainingConfig(rht_sign_vector=wrong)
