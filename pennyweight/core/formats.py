@@ -295,6 +295,7 @@ UFLOAT8 = table(
     "ufloat8", tuple((1 + k / n) * 2.0**j for j in range(-20, 4) for n in (8 if j < -4 else 16,) for k in range(n))
 )
 UFLOAT4 = table("ufloat4", tuple((1 + k / 2) * 2.0**j for j in range(-4, 4) for k in range(2)))
+LINEAR4 = table("linear4", tuple(k / 16 for k in range(1, 17)))  # 4-bit second moments of Li, Chen and Zhu 2023
 DYNAMIC8_FLOAT32 = table("dynamic8_float32", _dynamic8_float32())
 # bitsandbytes' fp4: sixteen quotients by 12, rounded to float32. It has two codes for zero, and so has the table.
 _FP4_TWELFTHS = (-12, -8, -6, -4, -3, -2, -0.0625, 0, 0, 0.0625, 2, 3, 4, 6, 8, 12)

@@ -137,8 +137,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
     # -- groups ------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch.optim. Raises ValueError for an option out of range, and for parameters that cannot be updated:
-        frozen quantized parameters and complex ones."""
+        """As in torch.optim: frozen parameters, also quantized ones, are accepted and skipped. Raises ValueError for an
+        option out of range, and for complex parameters."""
         super().add_param_group(param_group)
         try:
             self._check(self.param_groups[-1])
@@ -162,11 +162,6 @@ class LowBitOptimizer(torch.optim.Optimizer):
             raise ValueError(f"betas must be two numbers in [0, 1) such as (0.9, 0.999), got {show(betas)}")
         self.check(group)
         for i, p in enumerate(group["params"]):
-            if isinstance(p, QT) and not p.requires_grad:
-                raise ValueError(
-                    f"{_name(group, i)} is quantized and frozen, so it has no gradient; pass only trainable parameters "
-                    "to the optimizer: [p for p in model.parameters() if p.requires_grad]"
-                )
             if not p.is_floating_point():
                 raise ValueError(f"{_name(group, i)} is {p.dtype}: only floating-point parameters can be optimized")
 

@@ -15,7 +15,7 @@ BITS |= {"dynamic4": 4, "udynamic4": 4, "dynamic8": 8, "udynamic8": 8}
 DIGITS = ("nf4_digits_float32", "nf4_digits_bfloat16", "nf4_digits_float16")
 BITS |= dict.fromkeys(DIGITS, 4)
 BITS |= {"dynamic8_float32": 8, "fp4_twelfths": 4}
-BITS |= {"ufloat8": 8, "ufloat4": 4}
+BITS |= {"ufloat8": 8, "ufloat4": 4, "linear4": 4}
 BITS |= {"iq4_nl": 4, "iq1": 3, "iq2": 3, "iq3_xxs": 4, "iq3_s": 4}
 IQ4_NL = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
 BOTH_SIGNS = {"iq1": [0.125, 0.875, 1.125], "iq2": [8, 25, 43], "iq3_xxs": [4, 12, 20, 28, 36, 44, 52, 62]}
@@ -129,6 +129,8 @@ def table(f):
     if f.startswith("ufloat"):
         steps = dict.fromkeys(range(-4, 4), 2) if f == "ufloat4" else {j: 8 if j < -4 else 16 for j in range(-20, 4)}
         return np.array([(1 + k / n) * 2.0**j for j, n in steps.items() for k in range(n)], np.float32)
+    if f == "linear4":
+        return np.arange(1, 17, dtype=np.float32) / 16
     if f == "fp4_twelfths":
         positive = np.array([0, 1 / 16, 2, 3, 4, 6, 8, 12], np.float32) / np.float32(12)
         return np.concatenate([-positive[:0:-1], np.zeros(1, np.float32), positive])

@@ -213,10 +213,24 @@ def test_a_trainable_quantized_parameter_is_updated_in_its_codes() -> None:
         assert "the parameter itself is quantized" in str(optimizer.memory())
 
 
+def test_frozen_quantized_parameters_are_skipped() -> None:
+    """A model with frozen quantized weights is passed as it is: model.parameters()."""
+    model = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 2))
+    quantized = QT.from_float(model[0].weight.detach(), QuantSpec(get_format("int8"), (-1,)))
+    model[0].weight = nn.Parameter(quantized, False)
+    before = [p.dequantize() if isinstance(p, QT) else p.detach().clone() for p in model.parameters()]
+    optimizer = AdamW8bit(model.parameters(), lr=0.1)
+    model(torch.randn(3, 128)).square().sum().backward()
+    optimizer.step()
+    after = [p.dequantize() if isinstance(p, QT) else p.detach() for p in model.parameters()]
+    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True, False, False, False]
+    assert model[0].weight not in optimizer.state
+    other = AdamW8bit(model.parameters())
+    other.load_state_dict(optimizer.state_dict())
+    assert len(other.state) == 3
+
+
 def test_errors_say_what_to_do() -> None:
-    frozen = nn.Parameter(QT.from_float(torch.randn(64, 128), QuantSpec(get_format("int8"), (-1,))), False)
-    with pytest.raises(ValueError, match=r"parameter head \[64, 128\] is quantized and frozen.*requires_grad\]"):
-        AdamW8bit([("head", frozen)])
     with pytest.raises(ValueError, match="only floating-point"):
         AdamW8bit([nn.Parameter(torch.ones(3, dtype=torch.complex64))])
     p = nn.Parameter(torch.randn(100, 64))

@@ -43,6 +43,10 @@ _PRIMITIVES = "primitives format_primitives hqq qparams enums"
 _TENSORS = "int8_float8_views int4_views block_views"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
 _QAT = "qat_configs qat_modules"
+_FLOAT8_TENSOR = "float8_training.training_tensor float8_training.products float8_training.casting"
+_BLOCKWISE = "blockwise_float8.functions blockwise_float8.linear"
+_MOE = "moe_training.products moe_training.token_groups moe_training.config"
+_FLOAT8 = f"float8_training.config float8_training.layers {_FLOAT8_TENSOR} enums"
 
 # Package of torchao, modules in it ("." is the package itself), files here with their names.
 _ROWS = (
@@ -65,18 +69,55 @@ _ROWS = (
         "tensor_core_tiled_layout uintx_layout",
         "v0_8_layouts",
     ),
-    ("float8", ". config float8_linear float8_linear_utils fsdp_utils types", "float8_training"),
-    ("float8", "float8_utils", "float8_functions float8_training"),
-    ("float8", "inference", "enums"),
+    ("float8", ". config float8_linear float8_linear_utils fsdp_utils types", _FLOAT8),
+    ("float8", "distributed_utils float8_ops float8_training_tensor", _FLOAT8_TENSOR),
+    ("float8", "float8_python_api", "float8_training.products"),
+    ("float8", "float8_scaling_utils", _FLOAT8_TENSOR),
+    ("float8", "float8_tensor", f"float8_training.tensor_0_9 {_FLOAT8_TENSOR}"),
+    ("float8", "float8_utils", "float8_training.functions float8_training.config"),
+    ("float8", "inference", "float8_training.inference enums"),
     ("kernel", ". intmm", "int8_matmul"),
-    ("optim", ". adam cpu_offload", "@optim training"),
+    ("kernel", "blockwise_quantization", "blockwise_float8.functions"),
+    ("optim", ". adam cpu_offload", "@optim low_bit_optim.adam"),
+    ("optim", "quant_utils", "low_bit_optim.quantizers"),
+    ("optim", "subclass_4bit", "low_bit_optim.state_4bit"),
+    ("optim", "subclass_8bit", "low_bit_optim.state_8bit"),
+    ("optim", "subclass_fp8", "low_bit_optim.state_fp8"),
     ("prototype", ".", ""),
     ("prototype", "custom_fp_utils", "format_primitives"),
+    ("prototype.blockwise_fp8", ". blockwise_linear blockwise_quantization", _BLOCKWISE),
+    ("prototype.blockwise_fp8_inference", ". blockwise_linear", _BLOCKWISE),
+    ("prototype.blockwise_fp8_training", ". kernels linear", _BLOCKWISE),
     ("prototype.dtypes", ".", "v0_8_layouts"),
     ("prototype.dtypes.uintx", ".", "v0_8_layouts"),
     ("prototype.dtypes.uintx", "bitpacking", "v0_8_layouts"),
     ("prototype.dtypes.uintx", "uintx_utils", "v0_8_layouts"),
-    ("prototype.low_bit_optim", ". adam cpu_offload", "@optim training"),
+    ("prototype.float8_opaque_tensor", ". float8_opaque_tensor inference_workflow", "float8_opaque.tensor"),
+    ("prototype.float8nocompile", ".", ""),
+    (
+        "prototype.float8nocompile",
+        "float8nocompile_linear float8nocompile_linear_utils float8nocompile_scaling_utils",
+        "float8_training.nocompile",
+    ),
+    ("prototype.float8nocompile.kernels", ".", ""),
+    ("prototype.float8nocompile.kernels", "fp8_dynamic_tensorwise", "float8_training.nocompile"),
+    ("prototype.low_bit_optim", ". adam cpu_offload", "@optim low_bit_optim.adam"),
+    ("prototype.low_bit_optim", "quant_utils", "low_bit_optim.quantizers"),
+    ("prototype.low_bit_optim", "subclass_4bit", "low_bit_optim.state_4bit"),
+    ("prototype.low_bit_optim", "subclass_8bit", "low_bit_optim.state_8bit"),
+    ("prototype.low_bit_optim", "subclass_fp8", "low_bit_optim.state_fp8"),
+    ("prototype.moe_training", ".", f"{_MOE} moe_training.weights"),
+    ("prototype.moe_training", "config", "moe_training.config"),
+    ("prototype.moe_training", "conversion_utils tensor", "moe_training.weights moe_training.config"),
+    ("prototype.moe_training", "fp8_grouped_mm mxfp8_grouped_mm mxfp8_linear scaled_grouped_mm", _MOE),
+    ("prototype.moe_training.kernels", ".", ""),
+    ("prototype.moe_training.kernels.mxfp8", ". quant", "moe_training.token_groups"),
+    (
+        "prototype.moe_training.nvfp4_training",
+        ". hadamard_utils nvfp4_linear nvfp4_training",
+        "moe_training.nvfp4",
+    ),
+    ("prototype.moe_training", "utils", f"{_MOE} moe_training.weights"),
     ("prototype.mx_formats", ". inference_workflow", f"{_CONFIGS} int8_float8_views block_views enums"),
     ("prototype.mx_formats", "config", "enums"),
     ("prototype.mx_formats", "mx_tensor nvfp4_tensor", "int8_float8_views block_views enums"),
@@ -84,7 +125,11 @@ _ROWS = (
     ("prototype.quantization.int4", ".", f"{_CONFIGS} int8_float8_views int4_views"),
     ("prototype.quantization.int4", "inference_workflow", _CONFIGS),
     ("prototype.quantization.int4", "int4_opaque_tensor", "int8_float8_views int4_views"),
-    ("prototype.quantized_training", ". bitnet int8 int8_mixed_precision", "training"),
+    (
+        "prototype.quantized_training",
+        ". bitnet int8 int8_mixed_precision int8_mm",
+        "quantized_training.configs quantized_training.weights",
+    ),
     ("prototype.safetensors", ".", ""),
     ("prototype.safetensors", "safetensors_support safetensors_utils", "safetensors_state"),
     ("quantization", ".", f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights int8_matmul base_tensor qat_configs"),
@@ -136,6 +181,8 @@ _ROWS = (
     ("quantization.quantize_.workflows.nf4", ". nf4_tensor", "int8_float8_views block_views"),
     ("testing", ".", ""),
     ("testing", "model_architectures", "model_architectures"),
+    ("testing.float8", ". dtensor_utils fsdp2_utils test_utils", "float8_training.harness"),
+    ("testing.training", ". dtensor_utils fsdp2_utils test_utils", "float8_training.harness"),
     ("testing", "utils", "harness harness_parallel hardware"),
 )
 TREE: dict[str, tuple[str, ...]] = {

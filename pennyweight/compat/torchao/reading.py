@@ -20,6 +20,7 @@ from ...io.state_dict import describe, identity, pack
 from ...io.strict_json import parse
 from ...planning import granularity
 from . import attributes, block_views, enums, int4_views, int8_float8_views, v0_8_aqt, v0_8_layouts
+from .low_bit_optim import state_4bit, state_8bit, state_fp8
 from .safetensors_state import unflatten_tensor_state_dict
 
 # -- names in torch.load files -----------------------------------------------------------------------------------------
@@ -68,6 +69,9 @@ GLOBALS: dict[str, Any] = dict(
         *_at(f"{_Q}.quant_primitives {_Q}", enums, "ZeroPointDomain"),
         *_at(f"{_Q}.quantize_.common.kernel_preference {_Q}.quantize_.common", enums, "KernelPreference"),
         *_at("float8.inference", enums, "Float8MMConfig"),
+        *_at("optim.subclass_8bit prototype.low_bit_optim.subclass_8bit", state_8bit, "OptimState8bit"),
+        *_at("optim.subclass_4bit prototype.low_bit_optim.subclass_4bit", state_4bit, "OptimState4bit"),
+        *_at("optim.subclass_fp8 prototype.low_bit_optim.subclass_fp8", state_fp8, "OptimStateFp8"),
         (f"{_Q}.quant_primitives.MappingType", _mapping_type),
         (f"{_Q}.MappingType", _mapping_type),
     )

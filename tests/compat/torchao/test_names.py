@@ -100,8 +100,8 @@ def test_what_is_said_of_releases_is_true(release: str) -> None:
 def test_importing_what_is_gone_says_which_releases_had_it_and_what_to_use() -> None:
     with pytest.raises(ImportError, match=r"torchao 0.12 and 0.13 had it.*use instead: Int4WeightOnlyConfig"):
         from torchao.quantization import FbgemmConfig  # noqa: F401
-    with pytest.raises(ModuleNotFoundError, match=r"torchao 0.10 on had it.*AffineQuantizedTensor"):
-        import torchao.optim.subclass_8bit  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match=r"torchao 0.4 to 0.9 had it.*GPU kernel"):
+        import torchao.prototype.splitk  # noqa: F401
     with pytest.raises(ImportError, match="cannot import name 'Int5000Tensor'"):
         from torchao.quantization import Int5000Tensor  # noqa: F401
     import torchao.quantization as module

@@ -38,8 +38,18 @@ def test_float8_recipes_are_ours() -> None:
     assert not own.grad_weight.quantized
     with pytest.raises(ValueError, match="FSDP gathers weights in their own dtype"):
         Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-    with pytest.raises(ValueError, match="must be float8_e4m3fn or float8_e5m2"):
-        Float8LinearConfig(cast_config_input=CastConfig(target_dtype=torch.bfloat16))
+    for arguments, words in (
+        ({"target_dtype": torch.bfloat16}, "must be float8_e4m3fn or float8_e5m2"),
+        ({"scaling_type": ScalingType.DISABLED, "scaling_granularity": ScalingGranularity.AXISWISE}, "is dynamic"),
+    ):
+        with pytest.raises(AssertionError, match=words):
+            CastConfig(**arguments)
+    with pytest.raises(AssertionError, match="incompatible operand precision for output: disabled and dynamic"):
+        Float8LinearConfig(cast_config_input=CastConfig(ScalingType.DISABLED))
+    with pytest.raises(AssertionError, match="weight must be cast to the same dtype in both products"):
+        Float8LinearConfig(cast_config_weight_for_grad_input=CastConfig(target_dtype=torch.float8_e5m2))
+    with pytest.raises(AssertionError, match="recipe_name blockwise not in valid names"):
+        Float8LinearConfig.from_recipe_name("blockwise")
 
 
 @pytest.mark.usefixtures("torchao")

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .float8_training import ScalingGranularity
-from .groupwise import compute_error
+from ..groupwise import compute_error
+from .config import ScalingGranularity
 
 __all__ = [
     "EPS", "FP8_TYPES", "IS_ROCM", "_round_scale_down_to_power_of_2", "amax_to_scale", "compute_error",
@@ -73,8 +73,8 @@ def to_fp8_saturated(x: Tensor, float8_dtype: torch.dtype) -> Tensor:
 
 
 def fp8_tensor_statistics(tensor: Any, float8_dtype: torch.dtype) -> tuple[int, ...]:
-    """(number of zeros, number of codes at the largest number) of a quantized tensor."""
-    codes = tensor.qdata.float()
+    """(number of zeros, number of codes at the largest number) of a float8 tensor: a training tensor or a weight."""
+    codes = (tensor._data if hasattr(tensor, "_data") else tensor.qdata).float()
     return int((codes == 0).sum()), int((codes.abs() == _largest(float8_dtype)).sum())
 
 
@@ -89,6 +89,8 @@ def pad_tensor_for_matmul(tensor: Tensor, dims: int | Iterable[int]) -> Tensor:
     assert tensor.dim() == 2
     wanted = {dims} if isinstance(dims, int) else {*dims}
     rows, columns = (-size % 16 if dim in wanted else 0 for dim, size in enumerate(tensor.shape))
+    if tensor.dtype in FP8_TYPES:  # torch does not pad these on a CPU
+        return F.pad(tensor.view(torch.uint8), (0, columns, 0, rows)).view(tensor.dtype)
     return F.pad(tensor, (0, columns, 0, rows))
 
 

@@ -1,0 +1,1 @@
+"""torchao.prototype.quantized_training: configs, and weights whose products are quantized, over our training."""
