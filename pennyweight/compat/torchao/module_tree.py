@@ -40,7 +40,9 @@ REEXPORTS: dict[str, tuple[str, str]] = {
 
 _CONFIGS = "v0_8_configs @configs"
 _PRIMITIVES = "primitives format_primitives hqq qparams enums"
-_TENSORS = "int8_float8_views int4_views block_views"
+_NF4 = "nf4.tensor nf4.linear"
+_TENSORS = f"int8_float8_views int4_views block_views {_NF4}"
+_NF4_MODULE = f"{_NF4} nf4.parts nf4.operators nf4.handlers nf4.scalers"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
 _QAT = "qat_configs qat_modules"
 
@@ -53,7 +55,8 @@ _ROWS = (
     ("dtypes", ".", f"v0_8_aqt v0_8_layouts {_TENSORS}"),
     ("dtypes", "affine_quantized_tensor", "v0_8_aqt v0_8_layouts enums"),
     ("dtypes", "affine_quantized_tensor_ops", "legacy_weights"),
-    ("dtypes", "nf4tensor", "int8_float8_views block_views"),
+    ("dtypes", "nf4tensor", _NF4_MODULE),
+    ("dtypes", "_nf4tensor_api", "nf4.config"),
     ("dtypes", "utils", "v0_8_layouts tools hardware"),
     ("dtypes.floatx", ". float8_layout floatx_tensor_core_layout", "v0_8_layouts"),
     ("dtypes.uintx", ".", "v0_8_layouts"),
@@ -71,6 +74,7 @@ _ROWS = (
     ("kernel", ". intmm", "int8_matmul"),
     ("optim", ". adam cpu_offload", "@optim training"),
     ("prototype", ".", ""),
+    ("prototype", "_nf4tensor_api", "nf4.config"),
     ("prototype", "custom_fp_utils", "format_primitives"),
     ("prototype.dtypes", ".", "v0_8_layouts"),
     ("prototype.dtypes.uintx", ".", "v0_8_layouts"),
@@ -133,7 +137,7 @@ _ROWS = (
     ("quantization.quantize_.workflows.intx", "intx_choose_qparams_algorithm intx_packing_format", "enums"),
     ("quantization.quantize_.workflows.intx", "intx_unpacked_to_int8_tensor", "int8_float8_views int4_views"),
     ("quantization.quantize_.workflows.intx", "intx_opaque_tensor", "int4_views"),
-    ("quantization.quantize_.workflows.nf4", ". nf4_tensor", "int8_float8_views block_views"),
+    ("quantization.quantize_.workflows.nf4", ". nf4_tensor", _NF4_MODULE),
     ("testing", ".", ""),
     ("testing", "model_architectures", "model_architectures"),
     ("testing", "utils", "harness harness_parallel hardware"),
