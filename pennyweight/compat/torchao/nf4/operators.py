@@ -1,6 +1,6 @@
 """torchao's operators of NF4 weights, where they differ from those of other quantized tensors, and your own.
 
-    .to(dtype), .bfloat16() ..   a plain dequantized tensor; without a dtype, and in Module.to, the weight stays quantized
+    .to(dtype), .bfloat16() ..   a plain dequantized tensor; without a dtype, and in Module.to, it stays quantized
     copy_(other)                 the other tensor in torchao's numbers, in the blocks of this one
     view, reshape, as_strided    to one or two axes: quantized, read-only
     new_zeros(size)              a quantized tensor of zeros
@@ -34,7 +34,8 @@ NF4_TORCH_FUNCTIONS: dict[Any, Any] = {}  # torch function -> your handler(*args
 
 
 def implements(aten_ops: Sequence[Any]) -> Callable[[Any], Any]:
-    """Decorator: ``handler(func, args, kwargs)`` computes these aten ops if an argument is an NF4 weight."""
+    """Decorator: ``handler(func, args, kwargs)`` computes these aten ops if an argument is an NF4 weight, until they
+    are removed from ``NF4_OPS_TABLE``."""
 
     def add(handler: Any) -> Any:
         for op in aten_ops:
@@ -81,12 +82,15 @@ def _none(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _theirs(previous: Handler, func: Any, args: Any, kwargs: Any) -> Any:
-    return NF4_OPS_TABLE[func](func, args, kwargs)
+    return NF4_OPS_TABLE.get(func, previous)(func, args, kwargs)
 
 
 def _their_function(previous: Handler, func: Any, args: Any, kwargs: Any) -> Any:
+    handler = NF4_TORCH_FUNCTIONS.get(func)
+    if handler is None:
+        return previous(func, args, kwargs)
     try:
-        return NF4_TORCH_FUNCTIONS[func](*args, **kwargs)
+        return handler(*args, **kwargs)
     except NotImplementedError:
         return previous(func, args, kwargs)
 

@@ -29,7 +29,9 @@ from . import scalers
 __all__ = ["SubclassTensorArgs"]
 
 DIGITS = "nf4_digits_"
-_LEAST = 16  # elements of a block that is smaller than torchao's: fewer would need more memory for scales than for codes
+_LEAST = (
+    16  # elements of a block that is smaller than torchao's: fewer would need more memory for scales than for codes
+)
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,8 @@ def _fit(shape: tuple[int, ...], block: int, scaler_block: int) -> tuple[tuple[i
     ours = _block(shape, block)
     if math.prod(ours) < min(block, _LEAST):
         raise ValueError(
-            f"NF4 {list(shape)} in blocks of {block}: rows of {shape[-1]} share blocks of only {math.prod(ours)}; use a "
-            f"block_size that divides {shape[-1]} or is a multiple of it"
+            f"NF4 {list(shape)} in blocks of {block}: rows of {shape[-1]} share blocks of only {math.prod(ours)}; "
+            f"use a block_size that divides {shape[-1]} or is a multiple of it"
         )
     return ours, _block(blocks.counts(ours, shape), scaler_block * (block // math.prod(ours)))
 
