@@ -7,6 +7,7 @@ itself differs. Each question is asked only if the library in question is loaded
     accelerate               :func:`refuse_disk_offload`
     peft                     :func:`copied_for_training`
     Module.load_state_dict   :func:`load_state_dict_frames`, for load_state_dict.py
+    Module.to, .float() ..   :func:`converts_module`, for tensors whose own conversion to a dtype dequantizes
     messages of errors       :func:`in_layer`
 """
 
@@ -25,6 +26,8 @@ _DISTRIBUTED = ("torch.distributed.", "torch.nn.parallel.distributed")
 _ACCELERATE, _ACCELERATE_DEPTH = "accelerate.utils.offload", 8  # frames from this file to the one that calls torch
 _PEFT = "peft.utils.other"
 LOAD_FROM_STATE_DICT = nn.Module._load_from_state_dict.__code__
+_APPLY = nn.Module._apply.__code__
+_APPLY_DEPTH = 12
 _LOAD_DEPTH = 12  # torch.overrides and hooks of subclasses can be in between
 
 
@@ -74,6 +77,12 @@ def refuse_disk_offload(w: Any) -> None:
             "Save the model with pw.save(model, folder) and call "
             "accelerate.cpu_offload(model, execution_device, state_dict=pw.open(folder)), which maps the files"
         )
+
+
+def converts_module() -> bool:
+    """Whether a conversion of a whole module (``Module.to``, ``.bfloat16()``, ``.half()``) makes the current call: its
+    quantized parameters stay quantized, and only their dtype changes."""
+    return any(f.f_code is _APPLY for f in islice(_frames(), _APPLY_DEPTH))
 
 
 def copied_for_training() -> bool:

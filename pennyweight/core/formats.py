@@ -31,6 +31,8 @@ class Format:
     kind "float": small IEEE-like floats; 8-bit ones use torch's dtype, the others are stored sign-magnitude in a byte.
     kind "table": the code is an index into ``values`` (ascending).
     kind "learned": the code is an index into the tensor's own table, with ``dim`` numbers per row.
+    rounding: the dtype in which quantized scales are computed, rounded after each operation, as in the library that
+    defines the format; None: in float32, rounded once.
     """
 
     name: str
@@ -41,17 +43,18 @@ class Format:
     hi: float
     values: tuple[float, ...] = field(default=(), repr=False)
     dim: int = 1
+    rounding: torch.dtype | None = field(default=None, repr=False)
 
     def __new__(
         cls, name: str, bits: int, kind: str, code_dtype: torch.dtype, lo: float, hi: float,
-        values: tuple[float, ...] = (), dim: int = 1,
+        values: tuple[float, ...] = (), dim: int = 1, rounding: torch.dtype | None = None,
     ) -> Format:  # fmt: skip
         """Returns the interned format if equal: torch.compile recreates frozen dataclasses from their fields."""
         held = _BY_NAME.get(name)
         if held is None:
             return super().__new__(cls)
-        if (held.bits, held.kind, held.code_dtype, held.lo, held.hi, held.values, held.dim) != (
-            bits, kind, code_dtype, lo, hi, values, dim,
+        if (held.bits, held.kind, held.code_dtype, held.lo, held.hi, held.values, held.dim, held.rounding) != (
+            bits, kind, code_dtype, lo, hi, values, dim, rounding,
         ):  # fmt: skip
             raise ValueError(f"number format {name!r} exists already; choose another name")
         return held
@@ -212,12 +215,12 @@ def small_float(name: str, exponent_bits: int, mantissa_bits: int) -> Format:
     return Format(name, 1 + exponent_bits + mantissa_bits, "float", torch.uint8, -positive[-1], positive[-1], values)
 
 
-def table(name: str, values: tuple[float, ...]) -> Format:
-    """A format from ascending numbers; the code is the index."""
+def table(name: str, values: tuple[float, ...], rounding: torch.dtype | None = None) -> Format:
+    """A format from ascending numbers; the code is the index. rounding: see :class:`Format`."""
     if list(values) != sorted(values):
         raise ValueError(f"number format {name!r}: values must be in ascending order")
     bits = max(1, (len(values) - 1).bit_length())
-    return Format(name, bits, "table", torch.uint8, values[0], values[-1], values)
+    return Format(name, bits, "table", torch.uint8, values[0], values[-1], values, 1, rounding)
 
 
 def _dynamic_map(bits: int, signed: bool) -> tuple[float, ...]:
@@ -275,7 +278,7 @@ NF4 = table(
         0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ),
 )  # fmt: skip
-# torchao's normal floats: four decimal digits, rounded to the dtype of the quantized tensor.
+# torchao's normal floats: four decimal digits, rounded to the dtype of the quantized tensor, as are its scales.
 _NF4_DIGITS = (
     -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
     0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
@@ -284,6 +287,7 @@ for _dtype in (torch.float32, torch.bfloat16, torch.float16):
     table(
         f"nf4_digits_{str(_dtype).removeprefix('torch.')}",
         tuple(torch.tensor(_NF4_DIGITS, dtype=_dtype, device="cpu").tolist()),
+        rounding=_dtype,
     )
 DYNAMIC8 = table("dynamic8", _dynamic_map(8, signed=True))
 UDYNAMIC8 = table("udynamic8", _dynamic_map(8, signed=False))

@@ -100,7 +100,7 @@ def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch
     compute = torch.float64 if torch.float64 in (dtype, spec.scale) else torch.float32
     part_shape = blocks.counts(spec.block, shape)
     decoded = Params(
-        None if parts.scale is None else part_value(parts.scale, spec.scale, part_shape, compute),
+        None if parts.scale is None else scale_value(parts.scale, spec, part_shape, compute),
         parts.zero_point,
         None if parts.offset is None else part_value(parts.offset, spec.offset, part_shape, compute),
         parts.table,
@@ -214,6 +214,25 @@ def stored_value(view: Tensor, spec: QuantSpec, p: Params, dtype: torch.dtype = 
 def part_value(part: Any, kind: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Values of a scale or offset of that shape, stored as a plain tensor or as Parts under a QuantSpec."""
     return dequantize(part, kind, shape, dtype) if isinstance(part, Parts) else part.to(dtype)
+
+
+def scale_value(part: Any, spec: QuantSpec, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Values of the scale of ``spec``, one per block of the stored shape. Quantized scales of a format with
+    ``rounding`` are codes / factor + offset, rounded to that dtype after each operation, where factor = 1 / scale."""
+    step, kind = spec.format.rounding, spec.scale
+    if step is None or not isinstance(kind, QuantSpec) or not isinstance(part, Parts) or kind.format.kind != "int":
+        return part_value(part, kind, shape, dtype)
+    if not isinstance(kind.scale, torch.dtype) or isinstance(kind.offset, QuantSpec) or kind.zero_point or kind.mid:
+        return part_value(part, kind, shape, dtype)
+    if kind.scale is torch.float64:
+        step = torch.float64
+    x = blocks.split(part.codes, blocks.counts(kind.block, shape)) / blocks.expand((1.0 / part.scale).to(step))
+    if part.offset is not None:
+        x = x + blocks.expand(part.offset.to(step))
+    x = x.reshape(part.codes.shape)
+    for axis, n in enumerate(shape):
+        x = x.narrow(axis, 0, n)
+    return x.to(dtype)
 
 
 def _store(value: Tensor | None, kind: QuantSpec | torch.dtype | None, of_whole: Any = None) -> Any:

@@ -17,6 +17,7 @@ from ...core.tensor import AffineQuantizedTensor, PlainView
 from . import class_view
 from .enums import ZeroPointDomain
 from .int8_float8_views import IntxUnpackedToInt8Tensor
+from .nf4 import parts as nf4
 from .safetensors_state import find_view, view_of
 from .v0_8_aqt import ACTIVATIONS
 from .v0_8_layouts import layout_of
@@ -27,6 +28,10 @@ QT = AffineQuantizedTensor
 def _qdata(w: QT) -> Tensor:
     view = find_view(w)
     return class_view.plain_codes(w) if view is None else view.take(w)["qdata"]
+
+
+def _block_size(w: QT) -> list[int] | int:
+    return nf4.block_size(w) if w.spec.format.name.startswith("nf4") else class_view.block_size(w)
 
 
 def _act_quant_kwargs(w: QT) -> Any:
@@ -66,7 +71,7 @@ def _input_quant_func(w: QT) -> Any:
 # Name -> value of a weight, documentation.
 ATTRIBUTES: dict[str, tuple[Callable[[QT], Any], str]] = {
     "qdata": (_qdata, "The codes as stored by torchao: one per element, or two per byte where its class does so."),
-    "block_size": (class_view.block_size, "Elements of each axis that share a scale."),
+    "block_size": (_block_size, "Elements of each axis that share a scale; of an NF4 weight, their number."),
     "act_quant_kwargs": (_act_quant_kwargs, "The activation quantization as torchao's kwargs object, or None."),
     "act_quant_scale": (lambda w: w.act_scale, "The scale of a static activation."),
     "act_quant_zero_point": (lambda w: w.act_zero_point, "The zero point of a static activation."),
@@ -90,8 +95,7 @@ ATTRIBUTES: dict[str, tuple[Callable[[QT], Any], str]] = {
 }  # fmt: skip
 for _name, (_value, _doc) in ATTRIBUTES.items():
     setattr(QT, _name, property(_value, doc=_doc))
-# NF4Tensor's name of dequantize(), torchao's description of a weight in its layer's repr, and layouts of plain views.
-QT.get_original_weight = lambda w: w.dequantize()  # type: ignore[attr-defined]
+# torchao's description of a weight in its layer's repr, and layouts of plain views. nf4/parts.py attaches NF4's names.
 QT._quantization_type = lambda w: repr(w).partition("(")[2][:-1]  # type: ignore[attr-defined]
 PlainView.get_layout = lambda view: layout_of(view._tensor)  # type: ignore[attr-defined]
 PlainView._layout = property(PlainView.get_layout)  # type: ignore[attr-defined]

@@ -40,7 +40,9 @@ REEXPORTS: dict[str, tuple[str, str]] = {
 
 _CONFIGS = "v0_8_configs @configs"
 _PRIMITIVES = "primitives format_primitives hqq qparams enums"
-_TENSORS = "int8_float8_views int4_views block_views"
+_NF4 = "nf4.tensor nf4.linear"
+_TENSORS = f"int8_float8_views int4_views block_views {_NF4}"
+_NF4_MODULE = f"{_NF4} nf4.parts nf4.operators nf4.handlers nf4.scalers"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
 _QAT = "qat_configs qat_modules"
 _FLOAT8_TENSOR = "float8_training.training_tensor float8_training.products float8_training.casting"
@@ -57,7 +59,8 @@ _ROWS = (
     ("dtypes", ".", f"v0_8_aqt v0_8_layouts {_TENSORS}"),
     ("dtypes", "affine_quantized_tensor", "v0_8_aqt v0_8_layouts enums"),
     ("dtypes", "affine_quantized_tensor_ops", "legacy_weights"),
-    ("dtypes", "nf4tensor", "int8_float8_views block_views"),
+    ("dtypes", "nf4tensor", _NF4_MODULE),
+    ("dtypes", "_nf4tensor_api", "nf4.config"),
     ("dtypes", "utils", "v0_8_layouts tools hardware"),
     ("dtypes.floatx", ". float8_layout floatx_tensor_core_layout", "v0_8_layouts"),
     ("dtypes.uintx", ".", "v0_8_layouts"),
@@ -84,6 +87,7 @@ _ROWS = (
     ("optim", "subclass_8bit", "low_bit_optim.state_8bit"),
     ("optim", "subclass_fp8", "low_bit_optim.state_fp8"),
     ("prototype", ".", ""),
+    ("prototype", "_nf4tensor_api", "nf4.config"),
     ("prototype", "custom_fp_utils", "format_primitives"),
     ("prototype.blockwise_fp8", ". blockwise_linear blockwise_quantization", _BLOCKWISE),
     ("prototype.blockwise_fp8_inference", ". blockwise_linear", _BLOCKWISE),
@@ -178,7 +182,7 @@ _ROWS = (
     ("quantization.quantize_.workflows.intx", "intx_choose_qparams_algorithm intx_packing_format", "enums"),
     ("quantization.quantize_.workflows.intx", "intx_unpacked_to_int8_tensor", "int8_float8_views int4_views"),
     ("quantization.quantize_.workflows.intx", "intx_opaque_tensor", "int4_views"),
-    ("quantization.quantize_.workflows.nf4", ". nf4_tensor", "int8_float8_views block_views"),
+    ("quantization.quantize_.workflows.nf4", ". nf4_tensor", _NF4_MODULE),
     ("testing", ".", ""),
     ("testing", "model_architectures", "model_architectures"),
     ("testing.float8", ". dtensor_utils fsdp2_utils test_utils", "float8_training.harness"),

@@ -21,6 +21,7 @@ from ...io.strict_json import parse
 from ...planning import granularity
 from . import attributes, block_views, enums, int4_views, int8_float8_views, v0_8_aqt, v0_8_layouts
 from .low_bit_optim import state_4bit, state_8bit, state_fp8
+from .nf4 import tensor as nf4_tensor
 from .safetensors_state import unflatten_tensor_state_dict
 
 # -- names in torch.load files -----------------------------------------------------------------------------------------
@@ -50,7 +51,7 @@ GLOBALS: dict[str, Any] = dict(
         *_at(f"prototype.quantization.int4 prototype.quantization.int4.int4_opaque_tensor {_Q} {_W} "
              f"{_W}.int4.int4_opaque_tensor", int4_views, "Int4OpaqueTensor"),
         *_at(f"{_Q} {_W} {_W}.float8.float8_tensor", int8_float8_views, "Float8Tensor", "QuantizeTensorToFloat8Kwargs"),
-        *_at(f"{_Q} {_W}.nf4.nf4_tensor dtypes dtypes.nf4tensor", block_views, "NF4Tensor"),
+        *_at(f"{_Q} {_W}.nf4.nf4_tensor dtypes dtypes.nf4tensor", nf4_tensor, "NF4Tensor"),
         *_at("prototype.mx_formats.mx_tensor", block_views, "MXTensor", "QuantizeTensorToMXKwargs"),
         *_at("prototype.mx_formats.nvfp4_tensor", block_views, "NVFP4Tensor", "QuantizeTensorToNVFP4Kwargs"),
         *_at("dtypes dtypes.affine_quantized_tensor", v0_8_aqt, "AffineQuantizedTensor"),

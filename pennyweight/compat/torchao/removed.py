@@ -13,11 +13,9 @@ _SMOOTH = (
 _TRAIN = "quantize_ with a config of pennyweight.training: Float8TrainingConfig, Int8MixedPrecisionTrainingConfig, MXTrainingConfig"
 _DELAYED = "scales are recomputed in each product, ScalingType.DYNAMIC: no history is kept or synchronized"
 _GPU = "packs for one GPU; "
-_HANDLER = "handled one operator inside; call that operator on the tensor"
 
 # Path of a module or of a name in it -> (releases of torchao that had it, from their wheels; replacement).
 GONE: dict[str, tuple[str, str]] = {
-    "dtypes._nf4tensor_api": ("0.10 to 0.15", "NF4WeightOnlyConfig"),
     "float8": ("0.4 on", _TRAIN),
     "float8.float8_tensor_parallel": ("0.4 on", "torch's ColwiseParallel and RowwiseParallel, which shard a Float8Linear"),
     "float8.inductor_utils": ("0.9", _DELAYED),
@@ -25,7 +23,6 @@ GONE: dict[str, tuple[str, str]] = {
     "float8.stateful_float8_linear": ("0.9", _DELAYED),
     "kernel": ("0.1 on", "torchao.kernel.intmm"),
     "ops": ("0.2 on", "F.linear with a quantized weight: torchao's own operators are those of its kernels"),
-    "prototype._nf4tensor_api": ("0.16 on", "NF4WeightOnlyConfig"),
     "prototype.attention": ("0.17 on", "quantized attention is not supported yet"),
     "prototype.autoround": ("0.5 on", 'pennyweight.quantize_(model, config, calibration=batches, algorithm=["gptq", "distill"])'),
     "prototype.blockwise_fp8_training": ("0.13 on", "Float8BlockwiseLinearConfig, or pennyweight.training.grouped_mm with recipe 'blockwise'"),
@@ -137,7 +134,6 @@ BESIDES: dict[str, str] = {
     "dtypes.floatx": f"{_GPU}FPXWeightOnlyConfig",
     "dtypes.floatx.float8_layout": "Float8Tensor; scales have an axis for each of the tensor's",
     "dtypes.floatx.floatx_tensor_core_layout": f"{_GPU}FPXWeightOnlyConfig",
-    "dtypes.nf4tensor": _HANDLER,
     "dtypes.uintx": f"{_GPU}Int8DynamicActivationInt4WeightConfig",
     "dtypes.uintx.bitpacking": "pack and unpack",
     "dtypes.uintx.block_sparse_layout": _SPARSE,
@@ -182,7 +178,6 @@ BESIDES: dict[str, str] = {
     "quantization.quant_api": "register_quantize_module_handler",
     "quantization.quantize_": "Int4Tensor",
     "quantization.quantize_.common": _SMOOTH,
-    "quantization.quantize_.workflows.nf4.nf4_tensor": _HANDLER,
 }
 
 

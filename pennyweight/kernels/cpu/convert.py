@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...core import blocks
 from ...core.layouts import READABLE, get_layout, pack_zero_point
-from ...core.numerics import Parts, store_qparams
+from ...core.numerics import Parts, scale_value, store_qparams
 from ...core.qparams import Params, choose, default_rule, scale_floor
 from ...core.quantize_backends import CONVERSIONS, QuantizeBackend, QuantizeResult
 from ...core.spec import QuantSpec
@@ -62,6 +62,8 @@ def floats_of(parts: Any, spec: QuantSpec, a: Affine, index: Tensor | None, out:
     codes, zero = parts.codes.contiguous(), parts.zero_point
     zero = None if zero is None else zero.contiguous()
     scale, offset = _number_part(parts.scale, spec.scale), _number_part(parts.offset, spec.offset)
+    if spec.format.rounding is not None and isinstance(parts.scale, AffineQuantizedTensor):
+        scale = scale_value(parts.scale.plain_parts(), spec, parts.scale.shape, torch.float32).contiguous()
     gate_convert.dequantize(a, (codes, scale, zero, offset), index, out, threads_for(out.numel()))
     return out
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...core import blocks
 from ...core.errors import ArgumentError
 from ...core.layouts import READABLE
-from ...core.numerics import Parts, dequantize
+from ...core.numerics import Parts, dequantize, scale_value
 from ...core.spec import DTYPES, QuantSpec
 from ...core.tensor import AffineQuantizedTensor, static_json
 from ...core.tracing import in_memory
@@ -105,7 +105,8 @@ def _gathered(w: Any, index: Tensor, spec: QuantSpec, shape: tuple[int, ...]) ->
         above: list[Any] = [part.scale, part.zero_point, part.offset]
         if kind.block is not None:
             above = [None if p is None else own(p) for p in above]
-        x = dequantize(Parts(own(part.codes), *above), kind, (count, groups))
+        mine, size = Parts(own(part.codes), *above), (count, groups)
+        x = scale_value(mine, spec, size, torch.float32) if part is w.scale else dequantize(mine, kind, size)
         return x if height == 1 else x.unsqueeze(-1).expand(-1, -1, TILE).contiguous()  # every row of a tile
 
     parts = Parts(

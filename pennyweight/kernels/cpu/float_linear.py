@@ -62,7 +62,8 @@ def _scale(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
         return "needs quantized scales with float32 outer scales"
     if kind.block is None:
         return True
-    return blocks.resolve(kind.block, blocks.counts(spec.block, shape))[0] == 1 or "needs outer scales within one row"
+    rows, own = _outer_rows(spec, shape), blocks.counts(spec.block, shape)[0]
+    return own % rows == 0 or f"needs outer scales of one row, or of rows that divide {own}, not of {rows}"
 
 
 # Cases that SPECS does not cover.
@@ -72,6 +73,7 @@ _MORE = (
     QuantSpec(E2M1, (16,), scale=_E4M3_SCALE), QuantSpec(NF4, (16,), scale=torch.float16), QuantSpec(E4M3, (16, 64)),
     QuantSpec(E2M1, (16,), scale=QuantSpec(E4M3, None, torch.float64)),
     NF4_DOUBLE.with_(block=(16,), scale=QuantSpec(INT8, (4,), offset=torch.float32)), QuantSpec(DYNAMIC4, None),
+    NF4_DOUBLE.with_(block=(32,), scale=QuantSpec(INT8, (2, 8), offset=torch.float32)),
     QuantSpec(DYNAMIC8, (48,)), QuantSpec(DYNAMIC8, None, scale=None),
     QuantSpec(UINT8, (16,), mid=128, scale=torch.bfloat16), QuantSpec(UINT5, (48,), offset=torch.float16),
     QuantSpec(NF4, (-1,), offset=torch.bfloat16),
@@ -115,12 +117,26 @@ def _row_block(spec: QuantSpec, shape: Sequence[int]) -> int:
     return 0 if rows == 1 else padded_columns(rows, TILE)
 
 
+def _outer_rows(spec: QuantSpec, shape: Sequence[int]) -> int:
+    """Rows that share an outer scale of quantized scales. The kernel reads one per row, so packing repeats them."""
+    kind = spec.scale
+    if not isinstance(kind, QuantSpec) or kind.scale is None or kind.block is None:
+        return 1
+    return blocks.resolve(kind.block, blocks.counts(spec.block, shape))[0]
+
+
 def _columns(spec: QuantSpec, shape: Sequence[int]) -> int:
     return max(STEP, padded_columns(blocks.padded(spec.block, shape)[-1], STEP))
 
 
-def _scales(scale: Any, spec: QuantSpec, shape: Sequence[int], fn: Callable[[Tensor], Tensor]) -> Any:
-    """Apply fn to per-row and per-group numbers. scale: a scale or offset; quantized ones are Parts."""
+def _scales(
+    scale: Any, spec: QuantSpec, shape: Sequence[int], fn: Callable[[Tensor], Tensor],
+    each: Callable[[Tensor, int], Tensor],
+) -> Any:  # fmt: skip
+    """Apply fn to per-row and per-group numbers. scale: a scale or offset; quantized ones are Parts.
+
+    each(numbers, rows) is applied to outer numbers that several rows share.
+    """
     if isinstance(scale, AffineQuantizedTensor):
         scale = scale.parts
     if scale is None or spec.block is None:
@@ -131,7 +147,11 @@ def _scales(scale: Any, spec: QuantSpec, shape: Sequence[int], fn: Callable[[Ten
         return fn(scale)
     if not isinstance(spec.scale, QuantSpec) or spec.scale.block is None:
         return scale._replace(codes=fn(scale.codes))
-    return scale.map(fn)
+    outer = _outer_rows(spec, shape)
+    if outer == 1:
+        return scale.map(fn)
+    above = {name: each(p, outer) for name in ("scale", "offset") if (p := getattr(scale, name)) is not None}
+    return scale._replace(codes=fn(scale.codes), **above)
 
 
 def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
@@ -156,7 +176,10 @@ def _check_fits(spec: QuantSpec, shape: Sequence[int]) -> None:
 
 
 def _tiled(parts: Parts, spec: QuantSpec, shape: Sequence[int], codes: Tensor) -> Parts:
-    scale, offset = (_scales(p, spec, shape, tile_rows) for p in (parts.scale, parts.offset))
+    def each(p: Tensor, rows: int) -> Tensor:
+        return tile_rows(p.repeat_interleave(rows, 0))
+
+    scale, offset = (_scales(p, spec, shape, tile_rows, each) for p in (parts.scale, parts.offset))
     return parts._replace(codes=codes, scale=scale, offset=offset)
 
 
@@ -164,7 +187,14 @@ def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """Inverse of :func:`pack`, bit for bit."""
     n, k = blocks.padded(spec.block, shape)
     codes = unpack_codes(parts.codes, n, k, _columns(spec, shape), spec.format.bits, 0)
-    scale, offset = (_scales(p, spec, shape, lambda t: untile_rows(t, shape[0])) for p in (parts.scale, parts.offset))
+
+    def untile(p: Tensor) -> Tensor:
+        return untile_rows(p, shape[0])
+
+    def each(p: Tensor, rows: int) -> Tensor:
+        return untile(p)[::rows].contiguous()
+
+    scale, offset = (_scales(p, spec, shape, untile, each) for p in (parts.scale, parts.offset))
     return parts._replace(codes=spec.format.from_unsigned(codes), scale=scale, offset=offset)
 
 
@@ -182,6 +212,9 @@ def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
             extra += more * groups * kind.itemsize
         else:
             extra += more * (groups if kind.block is None else kind.nbytes((1, groups)))
+    outer, kind = _outer_rows(spec, shape), spec.scale
+    if outer > 1 and isinstance(kind, QuantSpec):  # one per row instead of one per ``outer`` rows
+        extra += (shape[0] - shape[0] // outer) * (kind.nbytes((1, groups)) - groups)
     return extra
 
 

@@ -1,0 +1,1 @@
+"""torchao's NF4Tensor (QLoRA): numbers, tensor class, operators and config."""

@@ -1,0 +1,66 @@
+"""NF4Tensor: torchao's QLoRA weight as a view of our tensor class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ....core.tensor import AffineQuantizedTensor as QT
+from ..class_view import View
+from . import operators, parts, scalers
+from .parts import SubclassTensorArgs
+
+__all__ = ["NF4Tensor", "nf4_constructor", "to_nf4"]
+assert operators.NF4_OPS_TABLE is not None  # weights of this kind have torchao's operators
+
+
+class NF4Tensor(View):
+    """QLoRA's NF4: blocks of 64 codes of the flattened tensor; their scales, minus the mean, in int8."""
+
+    tensor_data_names = ["quantized_scalers", "quantization_factor", "scaler_mean", "quantized_data", "nf4"]  # noqa: RUF012
+
+    holds = staticmethod(lambda w: w.spec.format.name.startswith("nf4"))
+    double_quantize_scalers = staticmethod(scalers.double_quantize_scalers)
+    convert_to_norm_float_weight = staticmethod(scalers.convert_to_norm_float_weight)
+    quantize_tensor_nearest = staticmethod(scalers.nearest)
+    dequantize_scalers = staticmethod(parts.dequantize_scalers)
+    get_original_weight = staticmethod(parts.get_original_weight)
+    dequantize = staticmethod(lambda value, nf4: nf4[value])  # type: ignore[assignment]
+
+    @classmethod
+    def build(
+        cls, tensor_meta: Any, block_size: int, n_blocks: int, scaler_block_size: int, quantized_scalers: Tensor,
+        quantization_factor: Tensor, scaler_mean: Tensor, quantized_data: Tensor, nf4: Tensor,
+    ) -> QT:  # fmt: skip
+        """The weight of these parts, see :func:`.parts.build`."""
+        return parts.build(
+            tensor_meta, block_size, n_blocks, scaler_block_size, quantized_scalers, quantization_factor, scaler_mean,
+            quantized_data, nf4,
+        )  # fmt: skip
+
+    @classmethod
+    def restore(cls, state: dict[str, Any], shell: Tensor) -> QT:
+        names = ("block_size", "n_blocks", "scaler_block_size", *cls.tensor_data_names)
+        return cls.build(parts.describe(shell), **{name: state[name] for name in names})
+
+    @classmethod
+    def from_tensor(cls, input_tensor: Tensor, block_size: int = 64, scaler_block_size: int = 256) -> QT:
+        """torchao's numbers for a weight, see :func:`.parts.quantize`."""
+        return parts.quantize(input_tensor, block_size, scaler_block_size)
+
+
+def to_nf4(tensor: Tensor, block_size: int = 64, scaler_block_size: int = 256) -> QT:
+    """``tensor`` in 4-bit normal floats (QLoRA, Dettmers et al. 2023), with scales of 8 bits."""
+    return parts.quantize(tensor, block_size, scaler_block_size)
+
+
+def nf4_constructor(
+    tensor_meta: SubclassTensorArgs, block_size: int, n_blocks: int, scaler_block_size: int, quantized_scalers: Tensor,
+    quantization_factor: Tensor, scaler_mean: Tensor, quantized_data: Tensor, nf4: Tensor,
+) -> QT:  # fmt: skip
+    """The weight of these parts, as ``NF4Tensor(...)``."""
+    return parts.build(
+        tensor_meta, block_size, n_blocks, scaler_block_size, quantized_scalers, quantization_factor, scaler_mean,
+        quantized_data, nf4,
+    )  # fmt: skip
