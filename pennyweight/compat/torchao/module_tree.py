@@ -40,9 +40,11 @@ REEXPORTS: dict[str, tuple[str, str]] = {
 
 _CONFIGS = "v0_8_configs @configs"
 _PRIMITIVES = "primitives format_primitives hqq qparams enums"
-_TENSORS = "int8_float8_views int4_views block_views"
+_MX_TENSORS = "mx.mx_tensor mx.nvfp4_tensor"
+_TENSORS = f"int8_float8_views int4_views block_views {_MX_TENSORS}"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
 _QAT = "qat_configs qat_modules"
+_MX = "attributes"  # whose import gives tensors torchao's attributes
 
 # Package of torchao, modules in it ("." is the package itself), files here with their names.
 _ROWS = (
@@ -77,9 +79,20 @@ _ROWS = (
     ("prototype.dtypes.uintx", "bitpacking", "v0_8_layouts"),
     ("prototype.dtypes.uintx", "uintx_utils", "v0_8_layouts"),
     ("prototype.low_bit_optim", ". adam cpu_offload", "@optim training"),
-    ("prototype.mx_formats", ". inference_workflow", f"{_CONFIGS} int8_float8_views block_views enums"),
-    ("prototype.mx_formats", "config", "enums"),
-    ("prototype.mx_formats", "mx_tensor nvfp4_tensor", "int8_float8_views block_views enums"),
+    (
+        "prototype.mx_formats",
+        ". inference_workflow mx_subclass",
+        f"{_MX} mx.inference mx.training {_CONFIGS} {_MX_TENSORS} enums",
+    ),
+    ("prototype.mx_formats", "config", f"{_MX} mx.training enums"),
+    ("prototype.mx_formats", "constants", "mx.constants"),
+    ("prototype.mx_formats", "custom_cast kernels", "mx.element_codes mx.conversion mx.scale_layout mx.constants"),
+    ("prototype.mx_formats", "fp_format_spec", "mx.format_tables"),
+    ("prototype.mx_formats", "mx_linear", f"{_MX} mx.training mx.inference"),
+    ("prototype.mx_formats", "mx_tensor", f"{_MX} {_MX_TENSORS} mx.conversion mx.constants mx.scale_layout enums"),
+    ("prototype.mx_formats", "nvfp4_tensor", f"{_MX} {_MX_TENSORS} mx.conversion enums"),
+    ("prototype.mx_formats", "utils", "mx.scale_layout"),
+    ("prototype.qat", ". mx nvfp4", f"{_MX} mx.fake_quantize"),
     ("prototype.quantization", ". quant_api", _CONFIGS),
     ("prototype.quantization.int4", ".", f"{_CONFIGS} int8_float8_views int4_views"),
     ("prototype.quantization.int4", "inference_workflow", _CONFIGS),

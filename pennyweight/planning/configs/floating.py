@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -192,7 +192,9 @@ class NVFP4DynamicActivationNVFP4WeightConfig(AOBaseConfig):
     act_scale  the float32 scale of every input, instead of one chosen per call: largest input / (6 * 448)
     """
 
+    use_triton_kernel: bool = True
     use_dynamic_per_tensor_scale: bool = True
+    _: KW_ONLY
     act_scale: Any = None
 
     def __post_init__(self) -> None:
