@@ -50,6 +50,7 @@ _MX = "attributes"  # whose import gives tensors torchao's attributes
 _ROWS = (
     ("", ".", "quant_api"),
     ("", "utils", "tools hardware base_tensor dispatch"),
+    ("", "_executorch_ops", "executorch_ops"),
     ("core", ".", ""),
     ("core", "config", "config_json"),
     ("dtypes", ".", f"v0_8_aqt v0_8_layouts {_TENSORS}"),
@@ -84,7 +85,7 @@ _ROWS = (
         ". inference_workflow mx_subclass",
         f"{_MX} mx.inference mx.training {_CONFIGS} {_MX_TENSORS} enums",
     ),
-    ("prototype.mx_formats", "config", f"{_MX} mx.training enums"),
+    ("prototype.mx_formats", "config", f"{_MX} mx.checks mx.training mx.constants enums"),
     ("prototype.mx_formats", "constants", "mx.constants"),
     ("prototype.mx_formats", "custom_cast kernels", "mx.element_codes mx.conversion mx.scale_layout mx.constants"),
     ("prototype.mx_formats", "fp_format_spec", "mx.format_tables"),
@@ -150,6 +151,8 @@ _ROWS = (
     ("testing", ".", ""),
     ("testing", "model_architectures", "model_architectures"),
     ("testing", "utils", "harness harness_parallel hardware"),
+    ("testing.float8", ". dtensor_utils fsdp2_utils test_utils", "harness_training"),
+    ("testing.training", ". dtensor_utils fsdp2_utils test_utils", "harness_training"),
 )
 TREE: dict[str, tuple[str, ...]] = {
     package if module == "." else f"{package}.{module}".lstrip("."): tuple(dict.fromkeys(homes.split()))

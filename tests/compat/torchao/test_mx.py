@@ -13,9 +13,12 @@ from torch import Tensor
 
 from pennyweight.compat.torchao.enums import KernelPreference, NVFP4MMConfig, ScaleCalculationMode
 from pennyweight.compat.torchao.prototype.mx_formats import constants, custom_cast, fp_format_spec, kernels, utils
+from pennyweight.compat.torchao.prototype.mx_formats.config import _validate_elem_dtype, _validate_kernel_preference
 from pennyweight.compat.torchao.prototype.mx_formats.mx_tensor import (
+    FromMXConstrFunc,
     MXTensor,
     QuantizeTensorToMXKwargs,
+    ToMXConstrFunc,
     _to_mx_rceil,
     get_fp_scale,
     tensor_size_fp4x2_to_hp,
@@ -393,6 +396,26 @@ def test_quantized_inputs() -> None:
     both = QuantizeTensorToNVFP4Kwargs(use_dynamic_per_tensor_scale=True)
     with pytest.raises(ValueError, match="would not be used"):
         NVFP4Tensor.to_nvfp4(x, act_per_tensor_scale=torch.tensor(0.1), act_quant_kwargs=both)
+
+
+def test_differentiable_casts() -> None:
+    x = torch.randn(4, 64, requires_grad=True)
+    w = ToMXConstrFunc.apply(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.FLOOR, False, None)
+    assert isinstance(w, MXTensor)
+    y = FromMXConstrFunc.apply(w, torch.bfloat16)
+    assert torch.equal(y, MXTensor.to_mx(x, torch.float8_e4m3fn).dequantize(torch.bfloat16))
+    g = torch.randn(4, 64).bfloat16()
+    y.backward(g)
+    assert torch.equal(x.grad, g.float())
+
+
+def test_checks_of_torchao() -> None:
+    _validate_elem_dtype("fp6_e2m3")
+    with pytest.raises(AssertionError, match="elem_dtype must be one of"):
+        _validate_elem_dtype(torch.bfloat16)
+    _validate_kernel_preference(KernelPreference.AUTO, 32, torch.float8_e4m3fn)
+    with pytest.raises(AssertionError, match=r"in blocks of 64; use KernelPreference\.EMULATED"):
+        _validate_kernel_preference(KernelPreference.AUTO, 64, torch.float8_e4m3fn)
 
 
 def test_saved_and_loaded() -> None:

@@ -17,6 +17,7 @@ from ....training import FakeQuantizedLinear
 from ....training.qat.modules import FakeQuantized
 from ..enums import KernelPreference, ScaleCalculationMode
 from ..qat_configs import FakeQuantizeConfigBase
+from .checks import _validate_kernel_preference
 from .constants import BLOCK_SIZE_DEFAULT, element
 from .mx_tensor import E8M0_SCALE
 from .nvfp4_tensor import ALONE, UNDER_ONE, _is_nvfp4
@@ -38,13 +39,7 @@ class MXFakeQuantizeConfig(FakeQuantizeConfigBase):
 
     def __post_init__(self) -> None:
         element(self.dtype)
-        auto = self.kernel_preference == KernelPreference.AUTO
-        wide = auto and (self.dtype not in (torch.float8_e4m3fn, torch.float4_e2m1fn_x2) or self.block_size != 32)
-        if wide or not (auto or self.kernel_preference == KernelPreference.EMULATED):
-            raise AssertionError(
-                f"kernel_preference {self.kernel_preference} does not support {self.dtype} in blocks of "
-                f"{self.block_size}; use KernelPreference.EMULATED"
-            )
+        _validate_kernel_preference(self.kernel_preference, self.block_size, self.dtype)
 
     @property
     def rule(self) -> str:  # type: ignore[override]

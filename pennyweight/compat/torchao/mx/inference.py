@@ -18,6 +18,7 @@ from ....planning.parameters import Site
 from ....planning.scheme import Scheme
 from ....quantize.pipeline import Pipeline
 from ..enums import MXGemmKernelChoice, NVFP4MMConfig, QuantizationStep
+from .checks import check_kernel_choice
 from .constants import BLOCK_SIZE_DEFAULT, DTYPE_FP6_E2M3, DTYPE_FP6_E3M2, DTYPE_TO_SHORT_STR, element
 from .mx_tensor import E8M0_SCALE, MXTensor
 from .observers import NVFP4ObservedLinear, StaticSteps
@@ -25,21 +26,8 @@ from .observers import NVFP4ObservedLinear, StaticSteps
 __all__ = [
     "MXFPInferenceConfig", "MXInferenceLinear", "MXInferenceLinearConfig",
     "NVFP4DynamicActivationNVFP4WeightConfig", "NVFP4InferenceConfig", "NVFP4ObservedLinear",
-    "_auto_filter_for_nfp4", "check_kernel_choice",
+    "_auto_filter_for_nfp4",
 ]  # fmt: skip
-
-
-def check_kernel_choice(choice: MXGemmKernelChoice, block_size: int, elem_dtype: Any) -> None:
-    """Raise AssertionError for a kernel choice that torchao rejects. The kernel table chooses the kernel that runs."""
-    sizes = {MXGemmKernelChoice.CUTLASS: (32,), MXGemmKernelChoice.CUBLAS: (16, 32)}.get(choice)
-    if sizes is None:
-        return
-    if block_size not in sizes:
-        raise AssertionError(f"block_size must be one of {sizes} for the {choice.value} kernels, got {block_size}")
-    if DTYPE_TO_SHORT_STR[elem_dtype] not in ("f8e4m3", "f4e2m1"):
-        raise AssertionError(
-            f"elem_dtype must be float8_e4m3fn or float4_e2m1fn_x2 for {choice.value}, got {elem_dtype}"
-        )
 
 
 @dataclass

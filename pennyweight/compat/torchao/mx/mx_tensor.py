@@ -22,7 +22,7 @@ from .conversion import to_mx
 from .element_codes import pack_uint4, unpack_uint4
 from .scale_layout import from_blocked
 
-__all__ = ["MXTensor", "QuantizeTensorToMXKwargs"]
+__all__ = ["FromMXConstrFunc", "MXTensor", "QuantizeTensorToMXKwargs", "ToMXConstrFunc"]
 E8M0_SCALE = QuantSpec(E8M0, (1,), scale=None)
 FP4_BYTES = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)  # two values per byte
 
@@ -182,3 +182,33 @@ class MXTensor(View):
 _IGNORED = {
     "gemm_kernel_choice", "mxfp8_dim0_cast_kernel_choice", "pack_fp6", "use_fp4_custom_triton_dequant_kernel",
 }  # fmt: skip
+
+
+# -- casts of torchao 0.9 ----------------------------------------------------------------------------------------------
+
+
+class ToMXConstrFunc(torch.autograd.Function):
+    """``apply(data, elem_dtype, block_size, scaling_mode, ...)``: MXTensor.to_mx with a straight-through gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, data_hp: Tensor, elem_dtype: Any, block_size: int, scaling_mode: ScaleCalculationMode,
+        use_fp4_custom_triton_dequant_kernel: bool = False, gemm_kernel_choice: Any = None,
+    ) -> Tensor:  # fmt: skip
+        return MXTensor.to_mx(data_hp, elem_dtype, block_size, scaling_mode)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        return g, None, None, None, None, None
+
+
+class FromMXConstrFunc(torch.autograd.Function):
+    """``apply(tensor, dtype)``: dequantize with a straight-through gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor_lp: QT, target_dtype: torch.dtype) -> Tensor:
+        return tensor_lp.dequantize(target_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, None]:
+        return g, None

@@ -21,8 +21,9 @@ from ....planning.module_handlers import register_quantize_module_handler
 from ....training import Gemm, LowPrecisionLinear, Operand, Recipe
 from ....training.low_precision.functional import linear
 from ..enums import MXGemmKernelChoice, MXLinearRecipeName
+from .checks import check_kernel_choice
 from .constants import BLOCK_SIZE_DEFAULT, DTYPE_TO_SHORT_STR, element
-from .inference import MXInferenceLinear, MXInferenceLinearConfig, check_kernel_choice
+from .inference import MXInferenceLinear, MXInferenceLinearConfig
 from .mx_tensor import E8M0_SCALE
 
 __all__ = [
