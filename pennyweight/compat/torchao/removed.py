@@ -11,6 +11,7 @@ _SMOOTH = (
     'pennyweight.quantize_(model, Int8DynamicActivationInt8WeightConfig(), calibration=batches, algorithm="smooth")'
 )
 _TRAIN = "quantize_ with a config of pennyweight.training: Float8TrainingConfig, Int8MixedPrecisionTrainingConfig, MXTrainingConfig"
+_ATTENTION = "F.scaled_dot_product_attention, in the dtype of its inputs; pennyweight.integrations.kv_cache.QuantizedCache stores keys and values in 8 bits or less"
 _GPU = "packs for one GPU; "
 _STATES = "states are AffineQuantizedTensor, with dequantize() and from_float()"
 _HANDLER = "handled one operator inside; call that operator on the tensor"
@@ -22,7 +23,7 @@ GONE: dict[str, tuple[str, str]] = {
     "kernel": ("0.1 on", "torchao.kernel.intmm"),
     "ops": ("0.2 on", "F.linear with a quantized weight: torchao's own operators are those of its kernels"),
     "prototype._nf4tensor_api": ("0.16 on", "NF4WeightOnlyConfig"),
-    "prototype.attention": ("0.17 on", "quantized attention is not supported yet"),
+    "prototype.attention": ("0.17 on", _ATTENTION),
     "prototype.autoround": ("0.5 on", 'pennyweight.quantize_(model, config, calibration=batches, algorithm=["gptq", "distill"])'),
     "prototype.blockwise_fp8": ("0.12", "Float8WeightOnlyConfig(granularity=PerBlock((128, 128)))"),
     "prototype.blockwise_fp8_inference": ("0.13 on", "Float8WeightOnlyConfig(granularity=PerBlock((128, 128)))"),
@@ -34,9 +35,9 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.dtypes.uintgen": ("0.3 to 0.9", "UIntXWeightOnlyConfig"),
     "prototype.float8_opaque_tensor": ("0.15 on", "Float8DynamicActivationFloat8WeightConfig"),
     "prototype.float8nocompile": ("0.8 on", _TRAIN),
-    "prototype.fp8_sdpa_inference": ("0.16 on", "quantized attention is not supported yet"),
+    "prototype.fp8_sdpa_inference": ("0.16 on", _ATTENTION),
     "prototype.galore": ("0.2 to 0.11", "low-rank gradients are not supported; use optimizers with 8-bit states"),
-    "prototype.inductor": ("0.12 on", "nothing: products are operators of pennyweight in the graph"),
+    "prototype.inductor": ("0.12 on", "nothing: compiled graphs hold pennyweight's products as operators, so no pass has to find them; pennyweight.fuse_ joins layers"),
     "prototype.mx_formats.mx_funcs": ("0.12 on", f"nothing: it {_HANDLER}"),
     "prototype.mx_formats.mx_ops": ("0.3 to 0.12", f"nothing: each {_HANDLER}"),
     "prototype.paretoq": ("0.11 on", _QAT),
