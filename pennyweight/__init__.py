@@ -79,6 +79,7 @@ __all__ = [
     "MappingType",
     "ModuleFqnToConfig",
     "NF4WeightOnlyConfig",
+    "NVFP4DynamicActivationNVFP4WeightConfig",
     "NVFP4WeightOnlyConfig",
     "Opened",
     "PerAxis",

@@ -74,6 +74,24 @@ def quantize(
     return Parts(codes.reshape(codes_shape).contiguous(), *parts, table=decoded.table)
 
 
+def quantize_under(
+    x: Tensor, spec: QuantSpec, scale: Tensor, rule: str | None = None, eps: float | None = None
+) -> Parts:
+    """Plain parts of x under a spec with quantized scales, whose own scale is given: one number, of the rank of x.
+
+    Block scales are chosen from x and saturate where they exceed the greatest code times ``scale``.
+    """
+    kind = spec.scale
+    assert isinstance(kind, QuantSpec)
+    x = blocks.pad(x, spec.block)
+    chosen = choose(x, spec, rule, eps).scale
+    assert chosen is not None
+    inner = quantize(chosen.float(), kind, params=Params(scale))
+    view = blocks.split(x, blocks.counts(spec.block, x.shape))
+    codes = encode(view, spec, Params(dequantize(inner, kind, chosen.shape)))
+    return Parts(codes.reshape(spec.codes_shape(x.shape)).contiguous(), inner)
+
+
 def store_qparams(
     params: Params, spec: QuantSpec, of_whole: Callable[[Tensor, str], Tensor] | None = None
 ) -> tuple[tuple[Any, Tensor | None, Any], Params]:

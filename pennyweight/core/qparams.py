@@ -259,6 +259,7 @@ def mx_even(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     half = 1 << (23 - _mantissa_bits(spec) - 1)  # half a unit of the last kept mantissa bit of a float32
     rounded = ((amax.view(torch.int32) + half) & ~((half << 1) - 1)).view(torch.float32)
     exponent, _ = _exponent(rounded)
+    exponent = torch.where(rounded.isinf(), 128, exponent)  # rounded up beyond float32
     return Params(_power_of_two(exponent - _element_exponent(spec)))
 
 

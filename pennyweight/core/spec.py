@@ -272,6 +272,7 @@ class ActivationSpec:
     """How the input of an op is quantized: per call ("dynamic") or with stored parameters ("static").
 
     rule and eps: see :func:`pennyweight.core.qparams.choose`. The block applies to the input; [-1] is per token.
+    A static spec with quantized scales (NVFP4) stores the scale of the scales; block scales are chosen per call.
     """
 
     spec: QuantSpec
@@ -286,10 +287,23 @@ class ActivationSpec:
                 f"{show(self.spec)}"
             )
         check_choice("ActivationSpec.mode", self.mode, ("dynamic", "static"))
+        above = self.spec.scale
+        if self.mode == "static" and isinstance(above, QuantSpec) and (
+            above.scale is None or above.block is not None or above.offset is not None
+        ):  # fmt: skip
+            raise ValueError(
+                f"ActivationSpec: static inputs store one number, the scale of the scales; the scales of {self.spec} "
+                'do not have one. Use mode "dynamic"'
+            )
         if isinstance(self.spec.zero_point, Format):  # packing a single number saves nothing
             if self.spec.zero_point is not self.spec.format:
                 raise ValueError(f"ActivationSpec: zero points must be in the range of the codes, got {self.spec}")
             object.__setattr__(self, "spec", self.spec.with_(zero_point=True))
+
+    @property
+    def has_fixed_range(self) -> bool:
+        """Whether one stored scale determines the range of all values: static, without block scales of their own."""
+        return self.mode == "static" and not isinstance(self.spec.scale, QuantSpec)
 
     def __str__(self) -> str:
         return f"{self.mode} {self.spec}"

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ArgumentError
-from ..core.numerics import Parts, dequantize, fake_quantize, quantize
+from ..core.numerics import Parts, dequantize, fake_quantize, quantize, quantize_under
 from ..core.qparams import Params
-from ..core.spec import ActivationSpec
+from ..core.spec import ActivationSpec, QuantSpec
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -28,7 +28,16 @@ def quantize_activation(
         return x
     if act.mode == "dynamic":
         return fake_quantize(x, act.spec, act.rule, act.eps)
-    return dequantize(quantize(x, act.spec, params=static_params(x, scale, zero_point)), act.spec, x.shape, x.dtype)
+    return dequantize(static_parts(x, act, scale, zero_point), act.spec, x.shape, x.dtype)
+
+
+def static_parts(x: Tensor, act: ActivationSpec, scale: Tensor | None, zero_point: Tensor | None) -> Parts:
+    """Parts of x under a static activation with these stored parameters."""
+    params = static_params(x, scale, zero_point)
+    if not isinstance(act.spec.scale, QuantSpec):
+        return quantize(x, act.spec, act.rule, act.eps, params)
+    assert params.scale is not None
+    return quantize_under(x, act.spec, params.scale, act.rule, act.eps)
 
 
 def static_params(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Params:
@@ -42,7 +51,7 @@ def static_params(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) ->
 def encode_activation(x: Tensor, act: ActivationSpec, scale: Tensor | None, zero_point: Tensor | None) -> Parts:
     """Codes, scale and zero point of x, bit-identical to :func:`quantize`; three times as fast in the common case."""
     if act.mode == "static":
-        return quantize(x, act.spec, act.rule, act.eps, static_params(x, scale, zero_point))
+        return static_parts(x, act, scale, zero_point)
     spec = act.spec
     if (
         spec.block != (-1,) or spec.scale is not torch.float32 or spec.zero_point or spec.mid or spec.offset is not None

@@ -83,6 +83,9 @@ CONFIGS = {
         "e2m1 weights in blocks of 16 with e4m3 scales", "NVFP4WeightOnlyConfig",
         no_group="the format fixes blocks of 16",
     ),
+    "nvfp4-dynamic": Name(
+        "NVFP4 weights and inputs", "NVFP4DynamicActivationNVFP4WeightConfig", no_group="the format fixes blocks of 16"
+    ),
     # names that inference engines use
     "w4a16": Name(
         "int4 weights in groups of 128, symmetric: W4A16 of vLLM, GPTQ and compressed-tensors", "IntxWeightOnlyConfig",

@@ -128,5 +128,5 @@ def test_in_a_real_bash(tmp_path: Path) -> None:
         ["bash", "--norc", "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
     )
     assert run.stdout.splitlines() == [
-        "complete -o default -F _pennyweight_completion pennyweight", "convert", "nvfp4", "", "model.gguf"
+        "complete -o default -F _pennyweight_completion pennyweight", "convert", "nvfp4 nvfp4-dynamic", "", "model.gguf"
     ]  # fmt: skip

@@ -58,6 +58,7 @@ EXAMPLES = {
     pw.MXWeightOnlyConfig: ["", "'e3m2'", "'e2m1', scaling_mode='even'"],
     pw.MXDynamicActivationMXWeightConfig: ["", "weight_dtype='e2m1', scaling_mode='floor'"],
     pw.NVFP4WeightOnlyConfig: ["", "use_dynamic_per_tensor_scale=False"],
+    pw.NVFP4DynamicActivationNVFP4WeightConfig: ["", "use_dynamic_per_tensor_scale=False", "act_scale=0.002"],
     pw.CodebookWeightOnlyConfig: ["", "bits=3, dim=1, group_size=32", "bits=4, dim=2"],
     pw.NF4WeightOnlyConfig: ["", "double_quant=False"],
     pw.SpecConfig: ["QuantSpec(INT4, (32,))", "QuantSpec(INT4, (32,)), rule='mse'"],
@@ -121,7 +122,8 @@ def test_quantizes_and_the_report_is_true(text: str, dtype: torch.dtype) -> None
     assert got.dtype == dtype
     assert got.isfinite().all()
     bits = min(w.spec.format.bits // w.spec.format.dim for _, w in weights(model))
-    assert sqnr(exact, got.detach()) > LEAST[bits]
+    coarse = any(w.act is not None and w.act.spec.format.bits <= 4 for _, w in weights(model))
+    assert sqnr(exact, got.detach()) > LEAST[bits] - (3 if coarse else 0)  # an equal error of the input: 3 dB
 
 
 @every

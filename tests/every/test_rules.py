@@ -166,6 +166,16 @@ def test_mx_exponents(fmt: object, absmax: float, floor: int, ceil: int, even: i
         assert torch.equal(seen.scale, p.scale)
 
 
+@pytest.mark.parametrize("spec", [MXFP8, MXFP4], ids=str)
+@pytest.mark.parametrize("rule", ["mx_floor", "mx_ceil", "mx_even", "mx_rceil"])
+def test_mx_scales_of_the_greatest_floats(spec: QuantSpec, rule: str) -> None:
+    """Rounding them to the width of the element exceeds float32; the scale must not become tiny."""
+    x = torch.full((1, 32), torch.finfo(torch.float32).max)
+    value = dequantize(quantize(x, spec, rule), spec, x.shape)
+    assert (value >= x / 2).all()
+    assert value.isfinite().all()
+
+
 def test_mx_vector() -> None:
     """OCP MX v1.0 section 6.3 by hand, e2m1: absmax 5.1, scale 2**(2 - 2) = 1."""
     x = torch.tensor([5.1, -5.0, 0.25, 0.26, 0.75, -1.25, 1.75, 2.5, 3.5, -0.2, 0.0, 4.9])

@@ -11,17 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core import blocks
 from ...core.arguments import check_arguments, check_number, did_you_mean, show
 from ...core.numerics import dequantize, quantize
 from ...core.progress import Progress, step
 from ...core.qparams import Params, choose
-from ...core.spec import ActivationSpec
+from ...core.spec import ActivationSpec, QuantSpec
 from ...planning.config_resolution import Filter, PlanError
 from ...planning.configs import (
     AOBaseConfig,
     Float8StaticActivationFloat8WeightConfig,
     FqnToConfig,
     Int8StaticActivationInt8WeightConfig,
+    NVFP4DynamicActivationNVFP4WeightConfig,
     SpecConfig,
 )
 from ...planning.granularity import MappingType
@@ -42,6 +44,7 @@ _STATIC: dict[type, tuple[str, str | None, Callable[[Mapping[str, Any]], bool]]]
         lambda given: given.get("act_mapping_type") is MappingType.ASYMMETRIC,
     ),
     Float8StaticActivationFloat8WeightConfig: ("scale", None, lambda given: False),
+    NVFP4DynamicActivationNVFP4WeightConfig: ("act_scale", None, lambda given: False),
     SpecConfig: (
         "act_scale",
         "act_zero_point",
@@ -69,7 +72,9 @@ def calibrate(
     method      how the range is chosen from the histogram of the inputs (16384 bins, 128 KB per layer):
                 "minmax": the full range; "percentile": ``percentile`` of the magnitudes (of both ends if there is a
                 zero point); "mse": the range with the smallest squared error of the values; "histogram": the method of
-                torch.ao's HistogramObserver, which narrows the range from the ends as long as the error decreases
+                torch.ao's HistogramObserver, which narrows the range from the ends as long as the error decreases.
+                Inputs with block scales of their own (NVFP4), whose error a histogram cannot tell, get the full range
+                under the last two
     progress    a bar after two seconds by default; False: none; or a function, called with (done, total, name)
 
     Runs the float model once over the data. Raises PlanError with the names of layers that no input reached.
@@ -90,7 +95,8 @@ def calibrate(
         assert row.scheme is not None
         assert row.scheme.act is not None
         act = row.scheme.act
-        p = range_qparams(METHODS[method](seen[name], act, percentile), act)
+        way = "minmax" if method in ("mse", "histogram") and not act.has_fixed_range else method
+        p = range_qparams(METHODS[way](seen[name], act, percentile), act)
         assert p.scale is not None
         table[_key(row)] = make(float(p.scale), 0 if p.zero_point is None else int(p.zero_point))
     return FqnToConfig(table)
@@ -123,8 +129,14 @@ def observe_ranges(
 
 
 def range_qparams(ends: tuple[float, float], act: ActivationSpec) -> Params:
-    """Scale and zero point of a range, by the rule of a dynamic activation whose values span it."""
-    return choose(torch.tensor(ends, dtype=torch.float32, device="cpu"), act.spec, act.rule, act.eps)
+    """Scale and zero point of a range, by the rule of a dynamic activation whose values span it. Of an activation with
+    quantized block scales: the scale of those, for a block that spans the range."""
+    x = blocks.pad(torch.tensor(ends, dtype=torch.float32, device="cpu"), act.spec.block)
+    found = choose(x, act.spec, act.rule, act.eps)
+    if not isinstance(act.spec.scale, QuantSpec):
+        return found
+    assert found.scale is not None
+    return choose(found.scale, act.spec.scale)
 
 
 # -- ranges ------------------------------------------------------------------------------------------------------------

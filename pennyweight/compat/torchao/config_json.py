@@ -26,6 +26,7 @@ from ...planning import configs, granularity
 from ...planning.configs import AOBaseConfig, FqnToConfig
 from ...planning.name_patterns import check_keys
 from . import enums, v0_8_configs, v0_8_layouts
+from .mx import inference, training
 
 __all__ = [
     "ALLOWED_AO_MODULES", "AOBaseConfig", "ConfigJSONEncoder", "VersionMismatchError", "config_from_dict",
@@ -33,7 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Later entries win: those with torchao's name that also have the fields of its older releases.
-_HOMES = (configs, granularity, enums, v0_8_layouts, v0_8_configs)
+_HOMES = (configs, granularity, enums, v0_8_layouts, v0_8_configs, inference, training)
 _KINDS = (AOBaseConfig, enum.Enum, granularity.Granularity, v0_8_layouts.Layout, enums.Float8MMConfig)
 _OURS = {v for home in _HOMES for v in vars(home).values() if isinstance(v, type) and issubclass(v, _KINDS)}
 _SPECS: dict[str, Any] = {"QuantSpec": QuantSpec, "ActivationSpec": ActivationSpec}
@@ -86,6 +87,7 @@ _UNWRITTEN = {
     ("Int8DynamicActivationIntxWeightConfig", "act_group_size", None),
     ("Int8DynamicActivationIntxWeightConfig", "layout", None),
     ("IntxWeightOnlyConfig", "layout", None),
+    ("NVFP4DynamicActivationNVFP4WeightConfig", "act_scale", None),
     ("PrototypeInt4WeightOnlyConfig", "int4_packing_format", "plain"),
     ("PrototypeInt4WeightOnlyConfig", "int4_tile_packed_ntile", 8),
 }

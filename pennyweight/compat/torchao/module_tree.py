@@ -41,19 +41,22 @@ REEXPORTS: dict[str, tuple[str, str]] = {
 _CONFIGS = "v0_8_configs @configs"
 _PRIMITIVES = "primitives format_primitives hqq qparams enums"
 _NF4 = "nf4.tensor nf4.linear"
-_TENSORS = f"int8_float8_views int4_views block_views {_NF4}"
 _NF4_MODULE = f"{_NF4} nf4.parts nf4.operators nf4.handlers nf4.scalers"
+_MX_TENSORS = "mx.mx_tensor mx.nvfp4_tensor"
+_TENSORS = f"int8_float8_views int4_views {_NF4} {_MX_TENSORS}"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
 _QAT = "qat_configs qat_modules"
 _FLOAT8_TENSOR = "float8_training.training_tensor float8_training.products float8_training.casting"
 _BLOCKWISE = "blockwise_float8.functions blockwise_float8.linear"
 _MOE = "moe_training.products moe_training.token_groups moe_training.config"
 _FLOAT8 = f"float8_training.config float8_training.layers {_FLOAT8_TENSOR} enums"
+_MX = "attributes"  # whose import gives tensors torchao's attributes
 
 # Package of torchao, modules in it ("." is the package itself), files here with their names.
 _ROWS = (
     ("", ".", "quant_api"),
     ("", "utils", "tools hardware base_tensor dispatch"),
+    ("", "_executorch_ops", "executorch_ops"),
     ("core", ".", ""),
     ("core", "config", "config_json"),
     ("dtypes", ".", f"v0_8_aqt v0_8_layouts {_TENSORS}"),
@@ -99,10 +102,22 @@ _ROWS = (
     ("prototype.float8_opaque_tensor", ". float8_opaque_tensor inference_workflow", "float8_opaque.tensor"),
     ("prototype.float8nocompile", ".", ""),
     (
+        "prototype.mx_formats",
+        ". inference_workflow mx_subclass",
+        f"{_MX} mx.inference mx.training {_CONFIGS} {_MX_TENSORS} enums",
         "prototype.float8nocompile",
         "float8nocompile_linear float8nocompile_linear_utils float8nocompile_scaling_utils",
         "float8_training.nocompile",
     ),
+    ("prototype.mx_formats", "config", f"{_MX} mx.checks mx.training mx.constants enums"),
+    ("prototype.mx_formats", "constants", "mx.constants"),
+    ("prototype.mx_formats", "custom_cast kernels", "mx.element_codes mx.conversion mx.scale_layout mx.constants"),
+    ("prototype.mx_formats", "fp_format_spec", "mx.format_tables"),
+    ("prototype.mx_formats", "mx_linear", f"{_MX} mx.training mx.inference"),
+    ("prototype.mx_formats", "mx_tensor", f"{_MX} {_MX_TENSORS} mx.conversion mx.constants mx.scale_layout enums"),
+    ("prototype.mx_formats", "nvfp4_tensor", f"{_MX} {_MX_TENSORS} mx.conversion enums"),
+    ("prototype.mx_formats", "utils", "mx.scale_layout"),
+    ("prototype.qat", ". mx nvfp4", f"{_MX} mx.fake_quantize"),
     ("prototype.float8nocompile.kernels", ".", ""),
     ("prototype.float8nocompile.kernels", "fp8_dynamic_tensorwise", "float8_training.nocompile"),
     ("prototype.low_bit_optim", ". adam cpu_offload", "@optim low_bit_optim.adam"),
@@ -122,9 +137,6 @@ _ROWS = (
         "moe_training.nvfp4",
     ),
     ("prototype.moe_training", "utils", f"{_MOE} moe_training.weights"),
-    ("prototype.mx_formats", ". inference_workflow", f"{_CONFIGS} int8_float8_views block_views enums"),
-    ("prototype.mx_formats", "config", "enums"),
-    ("prototype.mx_formats", "mx_tensor nvfp4_tensor", "int8_float8_views block_views enums"),
     ("prototype.quantization", ". quant_api", _CONFIGS),
     ("prototype.quantization.int4", ".", f"{_CONFIGS} int8_float8_views int4_views"),
     ("prototype.quantization.int4", "inference_workflow", _CONFIGS),
@@ -161,9 +173,9 @@ _ROWS = (
     ("quantization.quantize_.common", "kernel_preference packing_format quantization_step", "enums"),
     ("quantization.quantize_.common", "quantize_tensor_kwargs", _TENSORS),
     ("quantization.quantize_.workflows", ".", f"{_TENSORS} enums"),
-    ("quantization.quantize_.workflows.float8", ".", "int8_float8_views block_views enums"),
+    ("quantization.quantize_.workflows.float8", ".", "int8_float8_views enums"),
     ("quantization.quantize_.workflows.float8", "float8_packing_format", "enums"),
-    ("quantization.quantize_.workflows.float8", "float8_tensor", "int8_float8_views block_views"),
+    ("quantization.quantize_.workflows.float8", "float8_tensor", "int8_float8_views"),
     (
         "quantization.quantize_.workflows.float8",
         "float8_sparse_2x4_1d_data_1d_metadata_tensor float8_sparse_2x4_2d_data_2d_metadata_tensor",

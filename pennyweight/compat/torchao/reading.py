@@ -19,9 +19,10 @@ from ...io.safetensors_file import DTYPE_NAMES, Entry
 from ...io.state_dict import describe, identity, pack
 from ...io.strict_json import parse
 from ...planning import granularity
-from . import attributes, block_views, enums, int4_views, int8_float8_views, v0_8_aqt, v0_8_layouts
+from . import attributes, enums, int4_views, int8_float8_views, v0_8_aqt, v0_8_layouts
 from .low_bit_optim import state_4bit, state_8bit, state_fp8
 from .nf4 import tensor as nf4_tensor
+from .mx import mx_tensor, nvfp4_tensor
 from .safetensors_state import unflatten_tensor_state_dict
 
 # -- names in torch.load files -----------------------------------------------------------------------------------------
@@ -52,8 +53,8 @@ GLOBALS: dict[str, Any] = dict(
              f"{_W}.int4.int4_opaque_tensor", int4_views, "Int4OpaqueTensor"),
         *_at(f"{_Q} {_W} {_W}.float8.float8_tensor", int8_float8_views, "Float8Tensor", "QuantizeTensorToFloat8Kwargs"),
         *_at(f"{_Q} {_W}.nf4.nf4_tensor dtypes dtypes.nf4tensor", nf4_tensor, "NF4Tensor"),
-        *_at("prototype.mx_formats.mx_tensor", block_views, "MXTensor", "QuantizeTensorToMXKwargs"),
-        *_at("prototype.mx_formats.nvfp4_tensor", block_views, "NVFP4Tensor", "QuantizeTensorToNVFP4Kwargs"),
+        *_at("prototype.mx_formats.mx_tensor", mx_tensor, "MXTensor", "QuantizeTensorToMXKwargs"),
+        *_at("prototype.mx_formats.nvfp4_tensor", nvfp4_tensor, "NVFP4Tensor", "QuantizeTensorToNVFP4Kwargs"),
         *_at("dtypes dtypes.affine_quantized_tensor", v0_8_aqt, "AffineQuantizedTensor"),
         *_at(f"{_Q} {_Q}.linear_activation_quantized_tensor", v0_8_aqt, "LinearActivationQuantizedTensor"),
         *_at(f"{_Q}.quant_api", v0_8_aqt, "_int8_asymm_per_token_quant", "_int8_symm_per_token_reduced_range_quant"),

@@ -12,6 +12,7 @@ _SMOOTH = (
 )
 _TRAIN = "quantize_ with a config of pennyweight.training: Float8TrainingConfig, Int8MixedPrecisionTrainingConfig, MXTrainingConfig"
 _DELAYED = "scales are recomputed in each product, ScalingType.DYNAMIC: no history is kept or synchronized"
+_ATTENTION = "F.scaled_dot_product_attention, in the dtype of its inputs; pennyweight.integrations.kv_cache.QuantizedCache stores keys and values in 8 bits or less"
 _GPU = "packs for one GPU; "
 
 # Path of a module or of a name in it -> (releases of torchao that had it, from their wheels; replacement).
@@ -23,7 +24,7 @@ GONE: dict[str, tuple[str, str]] = {
     "float8.stateful_float8_linear": ("0.9", _DELAYED),
     "kernel": ("0.1 on", "torchao.kernel.intmm"),
     "ops": ("0.2 on", "F.linear with a quantized weight: torchao's own operators are those of its kernels"),
-    "prototype.attention": ("0.17 on", "quantized attention is not supported yet"),
+    "prototype.attention": ("0.17 on", _ATTENTION),
     "prototype.autoround": ("0.5 on", 'pennyweight.quantize_(model, config, calibration=batches, algorithm=["gptq", "distill"])'),
     "prototype.blockwise_fp8_training": ("0.13 on", "Float8BlockwiseLinearConfig, or pennyweight.training.grouped_mm with recipe 'blockwise'"),
     "prototype.common": ("0.2 on", "torch.profiler"),
@@ -32,10 +33,11 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.dtypes.uint2": ("0.3 to 0.9", "UIntXWeightOnlyConfig(torch.uint2)"),
     "prototype.dtypes.uintgen": ("0.3 to 0.9", "UIntXWeightOnlyConfig"),
     "prototype.float8nocompile": ("0.8 on", "nothing: these are its own tests; the layers are in float8nocompile_linear"),
-    "prototype.fp8_sdpa_inference": ("0.16 on", "quantized attention is not supported yet"),
+    "prototype.fp8_sdpa_inference": ("0.16 on", _ATTENTION),
     "prototype.galore": ("0.2 to 0.11", "low-rank gradients are not supported; use optimizers with 8-bit states"),
-    "prototype.inductor": ("0.12 on", "nothing: products are operators of pennyweight in the graph"),
-    "prototype.mx_formats": ("0.3 on", "MXTensor.to_mx, MXDynamicActivationMXWeightConfig"),
+    "prototype.inductor": ("0.12 on", "nothing: compiled graphs hold pennyweight's products as operators, so no pass has to find them; pennyweight.fuse_ joins layers"),
+    "prototype.mx_formats.mx_funcs": ("0.12 on", f"nothing: it {_HANDLER}"),
+    "prototype.mx_formats.mx_ops": ("0.3 to 0.12", f"nothing: each {_HANDLER}"),
     "prototype.paretoq": ("0.11 on", _QAT),
     "prototype.profiler": ("0.8 and 0.9", "torch.profiler"),
     "prototype.quant_logger": ("0.17 on", "the report of quantize_"),
@@ -51,6 +53,7 @@ GONE: dict[str, tuple[str, str]] = {
     "quantization.quantize_.int4_groupwise_preshuffle_tensor": ("0.12", f"{_GPU}Int4Tensor"),
     "testing.pt2e": ("0.11 on", "graphs are not annotated"),
     "testing.training.roofline_utils": ("0.12 on", "a measurement: pennyweight doctor --bench"),
+    "testing.training.roofline_utils": ("0.12 on", "measuring with torchao.utils.benchmark_model: these are estimates for GPUs"),
     "dtypes.fbgemm_fp8_tensor": ("0.12 and 0.13", "Float8Tensor"),
     "dtypes.fbgemm_int4_tensor": ("0.12", "Int4Tensor"),
     "dtypes.uintx.gemlite_layout": ("0.8 to 0.16", "UIntXWeightOnlyConfig: kernels are chosen from the table"),
@@ -63,7 +66,6 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.moe_training": ("0.12 on", "pennyweight.training.grouped_mm, which runs on every device and takes the rows of each expert"),
     "prototype.parq": ("0.10 on", "pennyweight.optim.QuantOptimizer"),
     "prototype.pat": ("0.17 on", "pennyweight.optim.PruneOptimizer"),
-    "prototype.qat": ("0.13 on", _QAT),
     "prototype.quantization.autoquant_v2": ("0.7 to 0.16", "pennyweight.recommend"),
     "prototype.quantization.codebook": ("0.8 on", "pennyweight.CodebookWeightOnlyConfig finds codebooks by k-means"),
     "prototype.quantization.codebook_coreml": ("0.12 on", "CoreML's own tools"),
@@ -161,11 +163,8 @@ BESIDES: dict[str, str] = {
     "prototype.float8nocompile.kernels.fp8_dynamic_tensorwise": "hp_to_fp8_col_major_t",
     "prototype.moe_training.nvfp4_training.hadamard_utils": "nothing: products are not captured in CUDA graphs",
     "prototype.moe_training.nvfp4_training.nvfp4_linear": "nvfp4_linear",
-    "prototype.mx_formats": "MXDynamicActivationMXWeightConfig or NVFP4WeightOnlyConfig; to train, pennyweight.training.MXTrainingConfig",
-    "prototype.mx_formats.config": "MXDynamicActivationMXWeightConfig; to train, pennyweight.training.MXTrainingConfig",
-    "prototype.mx_formats.inference_workflow": "MXDynamicActivationMXWeightConfig or NVFP4WeightOnlyConfig",
-    "prototype.mx_formats.mx_tensor": "MXTensor.to_mx and its dequantize()",
-    "prototype.mx_formats.nvfp4_tensor": "NVFP4WeightOnlyConfig",
+    "prototype.mx_formats.mx_tensor": _HANDLER,
+    "prototype.mx_formats.nvfp4_tensor": _HANDLER,
     "prototype.quantization": "UIntXWeightOnlyConfig; Int8DynamicActivationIntxWeightConfig",
     "prototype.quantization.quant_api": "UIntXWeightOnlyConfig; Float8StaticActivationFloat8WeightConfig",
     "quantization.autoquant": "candidates=[...] of pennyweight.recommend",

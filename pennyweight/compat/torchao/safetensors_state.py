@@ -20,8 +20,7 @@ from ...core.spec import DTYPES
 from ...core.tensor import AffineQuantizedTensor
 from ...planning import granularity
 from ...planning.granularity import Granularity, MappingType
-from . import block_views, enums, int8_float8_views
-from .block_views import _ELEMENTS, MXTensor, NVFP4Tensor
+from . import enums, int8_float8_views
 from .class_view import ready
 from .enums import Float8MMConfig, KernelPreference, ScaleCalculationMode
 from .int4_views import Int4OpaqueTensor, Int4Tensor
@@ -32,6 +31,9 @@ from .int8_float8_views import (
     IntxUnpackedToInt8TensorActivationQuantization,
     QuantizeTensorKwargs,
 )
+from .mx.constants import SUPPORTED_ELEM_DTYPES
+from .mx.mx_tensor import MXTensor, QuantizeTensorToMXKwargs
+from .mx.nvfp4_tensor import NVFP4Tensor, QuantizeTensorToNVFP4Kwargs
 
 __all__ = [
     "ALLOWED_CLASSES", "ALLOWED_TENSORS_SUBCLASSES", "FILE_VIEWS", "TensorSubclassAttributeJSONEncoder",
@@ -51,14 +53,21 @@ def find_view(w: AffineQuantizedTensor) -> Any:
     return next((view for view in FILE_VIEWS if view.holds(w)), None) if w.perm is None else None
 
 
+def _find_file_view(w: AffineQuantizedTensor) -> Any:
+    """As :func:`find_view`, for files: pieces of a transposed tensor, packed along another axis, cannot be written."""
+    view = find_view(w)
+    return None if view in (MXTensor, NVFP4Tensor) and w.axes is not None else view
+
+
 def view_of(w: AffineQuantizedTensor) -> Any:
     """The first view that can represent w. Raises ValueError naming the spec if torchao has no class for it."""
-    view = find_view(w)
+    view = _find_file_view(w)
     if view is None:
         raise ValueError(
             f"torchao has no tensor class for {w.spec.with_(layout='plain')} of shape {tuple(w.shape)}"
             + ("" if w.act is None else f" with activation {w.act}")
             + ("" if w.perm is None else " with permuted channels")
+            + ("" if w.axes is None else ", transposed")
             + "; save it with pennyweight.save"
         )
     return view
@@ -103,7 +112,7 @@ _ATTRIBUTES: dict[str, tuple[str, Test]] = {
     "activation_dtype": ("the dtype of a float", _one_of(*_FLOATS)),
     "target_dtype": ("torch.int1 to torch.int8", _one_of(*_INTS)),
     "float8_dtype": ("a float8 dtype", _one_of(*_FLOAT8)),
-    "elem_dtype": ("an element of MX", _one_of(*_ELEMENTS)),
+    "elem_dtype": ("an element of MX", _one_of(*SUPPORTED_ELEM_DTYPES)),
     "act_quant_kwargs": ("how an activation is quantized", _is(QuantizeTensorKwargs)),
     "granularity": ("a granularity", _is(Granularity)),
     "mapping_type": ("a MappingType", _is(MappingType)),
@@ -145,8 +154,8 @@ ALLOWED_TENSORS_SUBCLASSES = [view.__name__ for view in FILE_VIEWS]
 _PLAIN = {
     cls.__name__: cls
     for cls in (
-        int8_float8_views.QuantizeTensorToFloat8Kwargs, block_views.QuantizeTensorToMXKwargs,
-        block_views.QuantizeTensorToNVFP4Kwargs, int8_float8_views.QuantizeTensorToInt8Kwargs,
+        int8_float8_views.QuantizeTensorToFloat8Kwargs, QuantizeTensorToMXKwargs,
+        QuantizeTensorToNVFP4Kwargs, int8_float8_views.QuantizeTensorToInt8Kwargs,
         int8_float8_views.IntxUnpackedToInt8TensorActivationQuantization, enums.Float8MMConfig, enums.KernelPreference,
         enums.ScaleCalculationMode, granularity.MappingType, granularity.PerAxis, granularity.PerBlock,
         granularity.PerGroup, granularity.PerRow, granularity.PerTensor, granularity.PerToken,

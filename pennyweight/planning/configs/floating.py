@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -182,6 +182,32 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
         block = site.block(PerGroup(16), on_indivisible)
         scale = NVFP4.scale if self.use_dynamic_per_tensor_scale else QuantSpec(E4M3, (1,), scale=None)
         return Scheme(NVFP4.with_(block=block, scale=scale))
+
+
+@dataclass(frozen=True)
+class NVFP4DynamicActivationNVFP4WeightConfig(AOBaseConfig):
+    """NVFP4 weights and activations: e2m1 in blocks of 16 along the contracted axis, e4m3 scales and, unless disabled,
+    one float32 scale per tensor; exact emulation on a CPU.
+
+    act_scale  the float32 scale of every input, instead of one chosen per call: largest input / (6 * 448)
+    """
+
+    use_triton_kernel: bool = True
+    use_dynamic_per_tensor_scale: bool = True
+    _: KW_ONLY
+    act_scale: Any = None
+
+    def __post_init__(self) -> None:
+        if self.act_scale is not None:
+            object.__setattr__(self, "act_scale", number(type(self).__name__, "act_scale", self.act_scale))
+
+    def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
+        weight = NVFP4WeightOnlyConfig(self.use_dynamic_per_tensor_scale or self.act_scale is not None)
+        found = weight.scheme(site, on_indivisible)
+        spec = found.weight.with_(block=site.activation_block(PerGroup(16)))
+        if self.act_scale is None:
+            return Scheme(found.weight, ActivationSpec(spec))
+        return Scheme(found.weight, ActivationSpec(spec, "static"), act_scale=float(self.act_scale))
 
 
 @dataclass(frozen=True)

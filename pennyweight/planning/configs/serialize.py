@@ -38,6 +38,7 @@ _CONFIGS = (
     floating.MXDynamicActivationMXWeightConfig,
     floating.MXWeightOnlyConfig,
     floating.NF4WeightOnlyConfig,
+    floating.NVFP4DynamicActivationNVFP4WeightConfig,
     floating.NVFP4WeightOnlyConfig,
     integer.Int4WeightOnlyConfig,
     integer.Int8DynamicActivationInt4WeightConfig,

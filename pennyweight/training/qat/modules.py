@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...core.arguments import check_arguments
 from ...core.numerics import dequantize, fake_quantize, quantize
-from ...kernels.activation import autocast_dtype
+from ...kernels.activation import autocast_dtype, quantize_activation
 from ...quantize.pipeline import quantize_
 from .fake_quantize import FakeQuantizer, QuantizeWeight, fake_quantized_weight
 from .straight_through import Addmm, ClampSTE, Linear, WithValue, clamp_ste
@@ -59,7 +59,7 @@ class FakeQuantized(nn.Module):
     def clamped_input(self, x: Tensor, param: str = "weight") -> Tensor:
         """The float input for a kernel that quantizes it; with the gradients of the quantized input."""
         act = self.fake_quantized[param].scheme.act
-        if act is None or act.mode == "dynamic":
+        if act is None or not act.has_fixed_range:
             return x
         return ClampSTE.apply(x, *self._static(param, x), act.spec, False)
 
@@ -68,10 +68,14 @@ class FakeQuantized(nn.Module):
         act = self.fake_quantized[param].scheme.act
         if act is None:
             return x
-        if act.mode == "static":
+        if act.has_fixed_range:
             if torch.compiler.is_compiling():
                 return clamp_ste(x, *self._static(param, x), act.spec)
             return ClampSTE.apply(x, *self._static(param, x), act.spec, True)
+        if act.mode == "static":
+            with torch.no_grad():
+                y = quantize_activation(x, act, *self._static(param, x))
+            return y + (x - x.detach())
         if torch.compiler.is_compiling():
             with torch.no_grad():
                 y = dequantize(quantize(x, act.spec, act.rule, act.eps), act.spec, x.shape, x.dtype)

@@ -145,7 +145,9 @@ def _held(row: PlanRow, parts: Parts, learn: str, solved: bool) -> tuple[dict[st
     tensors = dict(flatten_parts(parts._replace(act_scale=None, act_zero_point=None))) if hold else {}
     learned, notes = [name for name in asked if name in tensors], []
     if "act_scale" in asked and parts.act_scale is not None:
-        if all(_plainly_called(place.module) for place in row.places):
+        act = row.scheme.act
+        fixed = act is not None and act.has_fixed_range
+        if fixed and all(_plainly_called(place.module) for place in row.places):
             tensors["act_scale"], learned = parts.act_scale, [*learned, "act_scale"]
         else:
             notes.append("its activation range is not trained")

@@ -20,6 +20,7 @@ from pennyweight.compat.torchao.config_json import (
     config_to_dict,
     register_config_type,
 )
+from pennyweight.compat.torchao.mx import inference, training
 from pennyweight.planning import configs
 from pennyweight.planning.configs import AOBaseConfig
 
@@ -30,7 +31,7 @@ CASES = {
     for call, stored in json.loads((GOLDEN / f"torchao_configs_{release}.json").read_text())["cases"].items()
 }
 NAMES = {name: getattr(pw, name) for name in pw.__all__}
-for module in (enums, v0_8_configs, v0_8_layouts):
+for module in (enums, v0_8_configs, v0_8_layouts, inference, training):
     NAMES |= {name: getattr(module, name) for name in module.__all__}
 NAMES["torch"] = torch
 # torchao's configs that this package lacks, or refuses a field of: what the error names
@@ -125,6 +126,12 @@ ROUND_TRIPS = [
     "PrototypeInt4WeightOnlyConfig(group_size=64)",
     "Float8DynamicActivationFloat8WeightConfig(granularity=(PerTensor(), PerRow()))",
     "Float8DynamicActivationInt4WeightConfig(group_size=64)",
+    "NVFP4DynamicActivationNVFP4WeightConfig(use_triton_kernel=False, act_scale=0.25)",
+    'NVFP4DynamicActivationNVFP4WeightConfig(step="convert")',
+    "NVFP4InferenceConfig(NVFP4MMConfig.WEIGHT_ONLY)",
+    "MXFPInferenceConfig(activation_dtype=torch.float4_e2m1fn_x2, weight_dtype=torch.float4_e2m1fn_x2)",
+    'MXInferenceLinearConfig(elem_dtype="fp6_e3m2")',
+    'MXLinearConfig.from_recipe_name("mxfp4_cutlass")',
 ]
 
 

@@ -195,9 +195,11 @@ REORDERED = {
     "Int8DynamicActivationIntxWeightConfig",
     "Int8WeightOnlyConfig",
     "IntxWeightOnlyConfig",
+    "MXLinearConfig",
     "ModuleFqnToConfig",
     "PrototypeInt4WeightOnlyConfig",
     "quantize_",
+    "to_mx",
 }
 
 
