@@ -49,7 +49,6 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.quantization.subgraph_utils": ("0.8 to 0.16", "pennyweight.recommend"),
     "prototype.quantization.uintx": ("0.17 on", "UIntXWeightOnlyConfig"),
     "prototype.splitk": ("0.4 to 0.9", "nothing: it was a GPU kernel"),
-    "quantization.quantize_.common.protocol": ("0.14 on", _SMOOTH),
     "quantization.quantize_.int4_groupwise_preshuffle_tensor": ("0.12", f"{_GPU}Int4Tensor"),
     "testing.float8": ("0.6 to 0.11", _TRAIN),
     "testing.pt2e": ("0.11 on", "graphs are not annotated"),
@@ -59,7 +58,6 @@ GONE: dict[str, tuple[str, str]] = {
     "dtypes.uintx.gemlite_layout": ("0.8 to 0.16", "UIntXWeightOnlyConfig: kernels are chosen from the table"),
     "dtypes.uintx.marlin_qqq_tensor": ("0.8 to 0.15", "Int8DynamicActivationInt4WeightConfig"),
     "experimental": ("0.7 on", "the configs of torchao.quantization, which run everywhere"),
-    "prototype.awq": ("0.6 on", 'pennyweight.quantize_(model, config, calibration=batches, algorithm="awq")'),
     "prototype.gptq": ("0.16 on", _GPTQ),
     "prototype.hqq": ("0.2 on", 'pennyweight.quantize_(model, config, algorithm="hqq"); the formulas are in torchao.quantization.quant_primitives'),
     "optim.quant_utils": ("0.10 on", _STATES),
@@ -81,7 +79,6 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.quantization.gguf": ("0.11 on", 'pennyweight.convert(folder, "model.gguf", to="gguf")'),
     "prototype.quantization.module_swap": ("0.10 on", "quantize_, which keeps the modules"),
     "prototype.quantized_training": ("0.5 on", _TRAIN),
-    "prototype.smoothquant": ("0.7 on", _SMOOTH),
     "prototype.sparsity": ("0.7 on", _SPARSE),
     "prototype.spinquant": ("0.7 on", 'pennyweight.quantize_(model, config, calibration=batches, algorithm=["rotate", "gptq"])'),
     "quantization.ALL_AUTOQUANT_CLASS_LIST": ("0.8 to 0.15", "candidates=[...] of pennyweight.recommend"),
@@ -191,7 +188,6 @@ BESIDES: dict[str, str] = {
     "quantization.qat.linear": _QAT_LAYER,
     "quantization.quant_api": "register_quantize_module_handler",
     "quantization.quantize_": "Int4Tensor",
-    "quantization.quantize_.common": _SMOOTH,
     "quantization.quantize_.workflows.nf4.nf4_tensor": _HANDLER,
 }
 
