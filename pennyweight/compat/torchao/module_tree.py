@@ -42,6 +42,7 @@ _CONFIGS = "v0_8_configs @configs"
 _PRIMITIVES = "primitives format_primitives hqq qparams enums"
 _TENSORS = "int8_float8_views int4_views block_views"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
+_GPTQ = "algorithms.gptq_quantizers algorithms.multi_tensor"
 _QAT = "qat_configs qat_modules"
 
 # Package of torchao, modules in it ("." is the package itself), files here with their names.
@@ -78,6 +79,7 @@ _ROWS = (
     ("prototype.dtypes.uintx", "bitpacking", "v0_8_layouts"),
     ("prototype.dtypes.uintx", "uintx_utils", "v0_8_layouts"),
     ("prototype.low_bit_optim", ". adam cpu_offload", "@optim training"),
+    ("prototype.gptq", ". api observer", "algorithms.gptq"),
     ("prototype.mx_formats", ". inference_workflow", f"{_CONFIGS} int8_float8_views block_views enums"),
     ("prototype.mx_formats", "config", "enums"),
     ("prototype.mx_formats", "mx_tensor nvfp4_tensor", "int8_float8_views block_views enums"),
@@ -89,7 +91,14 @@ _ROWS = (
     ("prototype.safetensors", ".", ""),
     ("prototype.safetensors", "safetensors_support safetensors_utils", "safetensors_state"),
     ("prototype.smoothquant", ". api core", "algorithms.smoothquant algorithms.v0_9_smoothquant"),
-    ("quantization", ".", f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights int8_matmul base_tensor qat_configs"),
+    (
+        "quantization",
+        ".",
+        f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights int8_matmul base_tensor qat_configs {_GPTQ} "
+        "algorithms.smooth_linear",
+    ),
+    ("quantization", "GPTQ_MT smoothquant", f"{_GPTQ} algorithms.smooth_linear"),
+    ("quantization.GPTQ", ". GPTQ", f"{_GPTQ} linear_modules"),
     ("quantization", "autoquant transform_module", "quant_api"),
     (
         "quantization",
