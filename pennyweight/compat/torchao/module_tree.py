@@ -47,7 +47,7 @@ _QAT = "qat_configs qat_modules"
 
 # Package of torchao, modules in it ("." is the package itself), files here with their names.
 _ROWS = (
-    ("", ".", "quant_api"),
+    ("", ".", "quant_api algorithms.autoquant"),
     ("", "utils", "tools hardware base_tensor dispatch"),
     ("core", ".", ""),
     ("core", "config", "config_json"),
@@ -84,6 +84,14 @@ _ROWS = (
     ("prototype.mx_formats", "config", "enums"),
     ("prototype.mx_formats", "mx_tensor nvfp4_tensor", "int8_float8_views block_views enums"),
     ("prototype.quantization", ". quant_api", _CONFIGS),
+    ("prototype.quantization", "autoquant_v2", "algorithms.autoquant algorithms.autoquant_classes"),
+    ("prototype.quantization.codebook", ". codebook_ops codebook_quantized_tensor", "algorithms.codebook"),
+    (
+        "prototype.quantization.codebook_coreml",
+        ". api codebook_ops codebook_quantized_tensor",
+        "algorithms.codebook_coreml",
+    ),
+    ("prototype.quantization.gguf", ". api gguf_quantized_tensor", "algorithms.gguf"),
     ("prototype.quantization.int4", ".", f"{_CONFIGS} int8_float8_views int4_views"),
     ("prototype.quantization.int4", "inference_workflow", _CONFIGS),
     ("prototype.quantization.int4", "int4_opaque_tensor", "int8_float8_views int4_views"),
@@ -95,11 +103,12 @@ _ROWS = (
         "quantization",
         ".",
         f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights int8_matmul base_tensor qat_configs {_GPTQ} "
-        "algorithms.smooth_linear",
+        "algorithms.smooth_linear algorithms.autoquant",
     ),
     ("quantization", "GPTQ_MT smoothquant", f"{_GPTQ} algorithms.smooth_linear"),
     ("quantization.GPTQ", ". GPTQ", f"{_GPTQ} linear_modules"),
-    ("quantization", "autoquant transform_module", "quant_api"),
+    ("quantization", "autoquant", "algorithms.autoquant algorithms.autoquant_classes"),
+    ("quantization", "transform_module", "quant_api"),
     (
         "quantization",
         "dynamic_quant linear_activation_scale linear_activation_weight_observed_tensor subclass weight_only "
@@ -110,7 +119,11 @@ _ROWS = (
     ("quantization", "linear_activation_quantized_tensor", "v0_8_aqt"),
     ("quantization", "linear_quant_modules unified", "linear_modules"),
     ("quantization", "observer", "observers"),
-    ("quantization", "quant_api", f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights qat_configs"),
+    (
+        "quantization",
+        "quant_api",
+        f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights qat_configs algorithms.autoquant",
+    ),
     ("quantization", "quant_primitives", _PRIMITIVES),
     ("quantization", "utils", "groupwise int8_matmul tools qparams"),
     ("prototype.tensor_conversion", ".", ""),
