@@ -73,6 +73,7 @@ _ROWS = (
     ("optim", ". adam cpu_offload", "@optim training"),
     ("prototype", ".", ""),
     ("prototype", "custom_fp_utils", "format_primitives"),
+    ("prototype.autoround", ". core multi_tensor utils", "algorithms.autoround"),
     ("prototype.awq", ". api core", "algorithms.awq"),
     ("prototype.dtypes", ".", "v0_8_layouts"),
     ("prototype.dtypes.uintx", ".", "v0_8_layouts"),

@@ -23,7 +23,8 @@ GONE: dict[str, tuple[str, str]] = {
     "ops": ("0.2 on", "F.linear with a quantized weight: torchao's own operators are those of its kernels"),
     "prototype._nf4tensor_api": ("0.16 on", "NF4WeightOnlyConfig"),
     "prototype.attention": ("0.17 on", "quantized attention is not supported yet"),
-    "prototype.autoround": ("0.5 on", 'pennyweight.quantize_(model, config, calibration=batches, algorithm=["gptq", "distill"])'),
+    "prototype.autoround.autoround_llm": ("0.5 on", "prepare_model_for_applying_auto_round_ with your own batches"),
+    "prototype.autoround.eval_autoround": ("0.5 on", "prepare_model_for_applying_auto_round_, then pennyweight.compare"),
     "prototype.blockwise_fp8": ("0.12", "Float8WeightOnlyConfig(granularity=PerBlock((128, 128)))"),
     "prototype.blockwise_fp8_inference": ("0.13 on", "Float8WeightOnlyConfig(granularity=PerBlock((128, 128)))"),
     "prototype.blockwise_fp8_training": ("0.13 on", "pennyweight.training.Float8TrainingConfig('blockwise')"),
@@ -116,6 +117,7 @@ GONE: dict[str, tuple[str, str]] = {
 
 # Path of a module -> replacement for its missing names.
 BESIDES: dict[str, str] = {
+    "prototype.autoround.utils": "transformers' own functions, and your own batches",
     "dtypes": f"{_GPU}to_affine_quantized_intx with PlainLayout()",
     "dtypes.floatx": f"{_GPU}FPXWeightOnlyConfig",
     "dtypes.floatx.float8_layout": "Float8Tensor; scales have an axis for each of the tensor's",
