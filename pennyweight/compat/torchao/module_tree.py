@@ -82,6 +82,7 @@ _ROWS = (
     ("prototype.low_bit_optim", ". adam cpu_offload", "@optim training"),
     ("prototype.gptq", ". api observer", "algorithms.gptq"),
     ("prototype.hqq", ". mixed_mm", "hqq"),
+    ("prototype.moe_quant", ". quantizable_moe_modules utils", "algorithms.moe_quant"),
     ("prototype.mx_formats", ". inference_workflow", f"{_CONFIGS} int8_float8_views block_views enums"),
     ("prototype.mx_formats", "config", "enums"),
     ("prototype.mx_formats", "mx_tensor nvfp4_tensor", "int8_float8_views block_views enums"),

@@ -72,7 +72,7 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.low_bit_optim.subclass_4bit": ("0.4 to 0.10", _STATES),
     "prototype.low_bit_optim.subclass_8bit": ("0.4 to 0.10", _STATES),
     "prototype.low_bit_optim.subclass_fp8": ("0.4 to 0.10", _STATES),
-    "prototype.moe_quant": ("0.11 to 0.15", "FqnToConfig, which selects experts by parameter name"),
+    "prototype.moe_quant.llama4_quant": ("0.11 to 0.15", "MoEQuantConfig; it was a script that loads a model when imported"),
     "prototype.moe_training": ("0.12 on", "pennyweight.training.grouped_mm"),
     "prototype.parq": ("0.10 on", "pennyweight.optim.QuantOptimizer"),
     "prototype.pat": ("0.17 on", "pennyweight.optim.PruneOptimizer"),
