@@ -37,7 +37,7 @@ def numbers(codes: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
 def nearest(x: Tensor, table: Tensor, weight: Tensor | None = None) -> Tensor:
     """Index of the entry with the least sum_j weight_j (x_j - entry_j)^2, the first one in case of ties.
 
-    x, weight: [.., dim]; table: [entries, dim]. Returns uint8 [..]."""
+    x, weight: [.., dim]; table: [entries, dim]. Returns uint8 [..], int32 for more than 256 entries."""
     table = table.to(x.dtype)
     if table.shape[1] == 1 and x.dtype is not torch.float64:
         return _nearest_number(x.squeeze(-1), table.squeeze(-1))
@@ -51,15 +51,19 @@ def nearest(x: Tensor, table: Tensor, weight: Tensor | None = None) -> Tensor:
             cost = torch.addmm(squares.sum(1), y, table.t(), alpha=-2)
         else:
             cost = torch.addmm(counts[rows] @ squares.t(), counts[rows] * y, table.t(), alpha=-2)
-        out.append(cost.argmin(1).to(torch.uint8))
-    codes = torch.cat(out) if out else torch.empty(0, dtype=torch.uint8, device=x.device)
+        out.append(cost.argmin(1).to(_index_dtype(table)))
+    codes = torch.cat(out) if out else torch.empty(0, dtype=_index_dtype(table), device=x.device)
     return codes.reshape(x.shape[:-1])
 
 
 def _nearest_number(x: Tensor, table: Tensor) -> Tensor:
     levels, order = table.sort(stable=True)
     between = (levels[1:] + levels[:-1]) / 2
-    return order[torch.bucketize(x.contiguous(), between)].to(torch.uint8)
+    return order[torch.bucketize(x.contiguous(), between)].to(_index_dtype(table))
+
+
+def _index_dtype(table: Tensor) -> torch.dtype:
+    return torch.uint8 if len(table) <= 256 else torch.int32
 
 
 def fit(x: Tensor, entries: int, weight: Tensor | None = None, rounds: int = 12) -> Tensor:

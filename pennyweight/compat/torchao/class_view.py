@@ -24,6 +24,8 @@ from ...kernels.repack import prepare
 
 # -- torchao's parts and ours ------------------------------------------------------------------------------------------
 
+# Wrappers of weights whose input is scaled: algorithms/pre_scaled.py adds its class, which imports this file.
+PRE_SCALED: list[type] = []
 FLOAT8 = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
 
@@ -154,8 +156,19 @@ def zero_points(w: AffineQuantizedTensor) -> Tensor | None:
     return torch.full_like(scale, w.spec.mid, dtype=torch.int8)
 
 
-def ready(w: AffineQuantizedTensor) -> AffineQuantizedTensor:
+def pre_scaled(w: AffineQuantizedTensor, act_pre_scale: Tensor | None) -> Any:
+    """w, with its input multiplied by ``act_pre_scale`` if that is not None."""
+    if act_pre_scale is None:
+        return w
+    from .algorithms.pre_scaled import PreScaledTensor
+
+    return PreScaledTensor(w, act_pre_scale)
+
+
+def ready(w: Any) -> Any:
     """w packed for its kernel, like a weight of a model."""
+    if isinstance(w, tuple(PRE_SCALED)):
+        return pre_scaled(ready(w.original_weight_tensor), w.act_pre_scale)
     return prepare(w) if w.ndim == 2 and w.axes is None and not w.is_meta else w
 
 
@@ -199,6 +212,8 @@ class ViewMeta(ShellMeta):
     """isinstance() tests whether the view can represent a tensor."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
+        if isinstance(instance, tuple(PRE_SCALED)) and "act_pre_scale" in cls.optional_tensor_data_names:
+            instance = instance.original_weight_tensor
         return isinstance(instance, AffineQuantizedTensor) and instance.perm is None and cls.holds(instance)
 
 
@@ -242,10 +257,10 @@ class View(Shell, metaclass=ViewMeta):
             self._is_param = True
 
 
-def become(shell: Tensor, w: AffineQuantizedTensor) -> None:
-    """Turn an empty wrapper of the same shape and dtype into w."""
+def become(shell: Tensor, w: Tensor) -> None:
+    """Turn an empty wrapper of the same shape and dtype into w, one of our tensors or its pre-scaled form."""
     if tuple(shell.shape) != tuple(w.shape) or shell.dtype != w.dtype:
         raise ValueError(f"a pickled {tuple(shell.shape)} {shell.dtype} has parts of a {tuple(w.shape)} {w.dtype}")
     state = dict(w.__dict__)
-    shell.__class__ = AffineQuantizedTensor
+    shell.__class__ = type(w)
     shell.__dict__.update(state)

@@ -28,8 +28,8 @@ __all__ = [
     "_expand_scale_to_tensor_shape", "_f32_to_floatx_unpacked", "_floatx_unpacked_to_f32",
     "_maybe_expand_scale_to_tensor_shape", "_n_ones", "_quantize_affine_float8",
     "_quantize_affine_float8_non_decomposed", "_quantize_affine_floatx", "_quantize_gguf",
-    "choose_qparams_affine_float8", "choose_qparams_affine_floatx", "dequantize_affine_float8",
-    "dequantize_affine_floatx", "quantize_affine_float8", "quantize_affine_floatx",
+    "choose_qparams_affine_float8", "choose_qparams_affine_floatx", "choose_qparams_gguf", "dequantize_affine_float8",
+    "dequantize_affine_floatx", "dequantize_gguf", "quantize_affine_float8", "quantize_affine_floatx", "quantize_gguf",
 ]  # fmt: skip
 
 # -- float8 ------------------------------------------------------------------------------------------------------------
@@ -283,3 +283,6 @@ def _dequantize_gguf(
     )
     x = (view.to(scale.dtype) * scale + least).reshape(input.shape)
     return x if output_dtype is None else x.to(output_dtype)
+
+
+choose_qparams_gguf, quantize_gguf, dequantize_gguf = _choose_qparams_gguf, _quantize_gguf, _dequantize_gguf  # of 0.11

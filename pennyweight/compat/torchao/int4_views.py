@@ -17,7 +17,7 @@ from ...core.formats import UINT4
 from ...core.numerics import Parts
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
-from .class_view import View, block_of, block_size, int_codes, part, plain_codes, ready, whole
+from .class_view import View, block_of, block_size, int_codes, part, plain_codes, pre_scaled, ready, whole
 from .int8_float8_views import IntxUnpackedToInt8Tensor
 
 __all__ = [
@@ -62,10 +62,6 @@ class Int4Tensor(View):
         cls, qdata: Tensor, scale: Tensor, zero_point: Tensor, block_size: Any, shape: Any,
         act_pre_scale: Tensor | None = None, activation_dtype: torch.dtype | None = None,
     ) -> QT:  # fmt: skip
-        if act_pre_scale is not None:
-            raise NotImplementedError(
-                "act_pre_scale (AWQ, SmoothQuant) is not supported yet; fold it into the layer before"
-            )
         if activation_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
             raise NotImplementedError(f"Int4Tensor with {activation_dtype} activations; only bfloat16 is supported")
         if any(t.ndim != 2 for t in (qdata, scale, zero_point)) or qdata.dtype not in (torch.uint8, torch.int8):
@@ -73,9 +69,10 @@ class Int4Tensor(View):
             raise ValueError(f"qdata (bytes), scale and zero_point must have 2 axes, got {sizes}")
         codes = (_unpack_nibbles(qdata) + 8).to(torch.uint8)
         assert tuple(codes.shape) == tuple(shape), f"qdata is {list(qdata.shape)}, so not of shape {list(shape)}"
-        return int_codes(
+        w = int_codes(
             codes, scale.t().contiguous(), zero_point.t().contiguous(), block_size, scale.dtype, 0, 15, real=True
         )
+        return pre_scaled(w, act_pre_scale)
 
     @classmethod
     def from_hp(cls, w: Tensor, block_size: Any, activation_dtype: torch.dtype | None = torch.bfloat16) -> QT:
@@ -137,12 +134,13 @@ class Int4OpaqueTensor(View):
         cls, qdata: Tensor, scale_and_zero: Tensor, block_size: Any, shape: Any, act_pre_scale: Tensor | None = None,
         qzeros: Tensor | None = None, compensation: Tensor | None = None, act_mapping_type: Any = None,
     ) -> QT:  # fmt: skip
-        if any(part is not None for part in (act_pre_scale, qzeros, compensation, act_mapping_type)):
+        if any(part is not None for part in (qzeros, compensation, act_mapping_type)):
             raise NotImplementedError(
                 "Int4OpaqueTensor of int8 activations: its layout is specific to a kernel in torchao's own builds; "
                 "quantize the float model with Int8DynamicActivationInt4WeightConfig"
             )
-        return packed_by_aten(qdata, scale_and_zero, block_size, shape, scale_and_zero.dtype)
+        w = packed_by_aten(qdata, scale_and_zero, block_size, shape, scale_and_zero.dtype)
+        return pre_scaled(w, act_pre_scale)
 
     @classmethod
     def from_hp(cls, w: Tensor, block_size: Any, use_hqq: bool = False, **kwargs: Any) -> QT:

@@ -23,6 +23,7 @@ from .class_view import (
     int_codes,
     part,
     plain_codes,
+    pre_scaled,
     whole,
     zero_points,
 )
@@ -111,10 +112,6 @@ class Int8Tensor(View):
     ) -> QT:  # fmt: skip
         if qdata.dtype != torch.int8:
             raise AssertionError(f"qdata must be int8, got {qdata.dtype}")
-        if act_pre_scale is not None:
-            raise NotImplementedError(
-                "act_pre_scale (AWQ, SmoothQuant) is not supported yet; fold it into the layer before"
-            )
         lo, hi = (-64, 63) if reduce_range else (-128, 127)
         act, static, zero = None, None, None
         if act_quant_kwargs is not None:
@@ -130,9 +127,10 @@ class Int8Tensor(View):
                 given = _settled(act_quant_zero_point, "act_quant_zero_point")
                 zero = torch.zeros(1, dtype=torch.int8) if given is None else given.to(torch.int8)
             static = None if static is None else static.float()
-        return int_codes(
+        w = int_codes(
             qdata, scale, zero_point, block_size, dtype, lo, hi, act=act, act_scale=static, act_zero_point=zero
         )
+        return pre_scaled(w, act_pre_scale)
 
     @classmethod
     def from_hp(

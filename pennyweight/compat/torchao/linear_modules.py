@@ -15,13 +15,14 @@ from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...planning.configs.integer import INT8_EPS
 from ...planning.granularity import MappingType
-from .class_view import int_codes, ready
+from .class_view import PRE_SCALED, int_codes, ready
 from .groupwise import group_quantize_tensor_symmetric, groupwise_affine_quantize_tensor
 from .int4_views import packed_by_aten
 
 __all__ = [
     "Int4WeightOnlyQuantizer", "Int8DynActInt4WeightLinear", "Int8DynActInt4WeightQuantizer", "Quantizer",
-    "TwoStepQuantizer", "WeightOnlyInt4Linear", "_is_linear", "_replace_with_custom_fn_if_matches_filter",
+    "TwoStepQuantizer", "WeightOnlyInt4Linear", "_check_linear_int4_k", "_is_linear", "_replace_linear_8da4w",
+    "_replace_linear_int4", "_replace_with_custom_fn_if_matches_filter",
     "linear_forward_8da4w", "linear_forward_int4", "replace_linear_8da4w", "replace_linear_int4",
 ]  # fmt: skip
 _PER_TOKEN = ActivationSpec(QuantSpec(INT8, (-1,), zero_point=True), "dynamic", None, INT8_EPS)
@@ -33,7 +34,7 @@ Filter = Callable[[nn.Module, str], bool]
 def _is_linear(mod: nn.Module, *args: Any) -> bool:
     """The default filter: nn.Linear whose weight is not quantized, without nn.MultiheadAttention's output layer."""
     plain = isinstance(mod, nn.Linear) and not isinstance(mod, nn.modules.linear.NonDynamicallyQuantizableLinear)
-    return plain and hasattr(mod, "weight") and not isinstance(mod.weight, AffineQuantizedTensor)
+    return plain and hasattr(mod, "weight") and not isinstance(mod.weight, (AffineQuantizedTensor, *PRE_SCALED))
 
 
 def _replace_with_custom_fn_if_matches_filter(
@@ -70,7 +71,7 @@ class TwoStepQuantizer:
         raise NotImplementedError
 
 
-def _fits(k: int, groupsize: int = 1, inner_k_tiles: int | None = None) -> bool:
+def _check_linear_int4_k(k: int, groupsize: int = 1, inner_k_tiles: int | None = None) -> bool:
     """Whether torchao supports this K unchanged: whole groups, and whole tiles of 16 rows if there are tiles."""
     return k % groupsize == 0 and (inner_k_tiles is None or k % (inner_k_tiles * 16) == 0)
 
@@ -188,7 +189,7 @@ class WeightOnlyInt4Linear(_Buffers):
         if torch.device(device or "cpu").type != "cpu":
             raise NotImplementedError(f"WeightOnlyInt4Linear on {device}: CPU only; use Int4WeightOnlyConfig()")
         self.origin_in_features = in_features
-        self.padding = not _fits(in_features, groupsize, inner_k_tiles)
+        self.padding = not _check_linear_int4_k(in_features, groupsize, inner_k_tiles)
         in_features = -(-in_features // 1024) * 1024 if self.padding else in_features
         assert out_features % 8 == 0, "require out_features % 8 == 0"
         self.in_features, self.out_features, self.groupsize = in_features, out_features, groupsize
@@ -237,7 +238,10 @@ class Int4WeightOnlyQuantizer(Quantizer):
         def swap(old: Any) -> nn.Module:
             if old.bias is not None:
                 return old
-            if not _fits(old.in_features, self.groupsize, self.inner_k_tiles) and not self.padding_allowed:
+            if (
+                not _check_linear_int4_k(old.in_features, self.groupsize, self.inner_k_tiles)
+                and not self.padding_allowed
+            ):
                 warnings.warn(
                     f"a layer of {old.in_features} inputs is not quantized: not whole groups of {self.groupsize} "
                     f"in tiles of {self.inner_k_tiles} times 16; padding_allowed=True pads them",
@@ -262,16 +266,61 @@ def _swap_linear(model: nn.Module, swap: Any) -> nn.Module:
     return _replace_with_custom_fn_if_matches_filter(model, swap, lambda m, fqn: type(m) is nn.Linear)
 
 
+def _replace_linear_8da4w(
+    module: nn.Module, groupsize: int, padding_allowed: bool, precision: torch.dtype, scales_precision: torch.dtype,
+    linear_class: Any = Int8DynActInt4WeightLinear, copy_weights: bool = False,
+) -> None:  # fmt: skip
+    """Layers of ``linear_class``, empty or with ``copy_weights`` with the float weights, in place of the linear ones.
+
+    Layers whose inputs are not whole groups stay, unless ``padding_allowed``: then the class raises AssertionError.
+    """
+
+    def swap(old: Any) -> nn.Module:
+        if not padding_allowed and not _check_linear_int4_k(old.in_features, groupsize):
+            return old
+        new = linear_class(
+            old.in_features, old.out_features, bias=old.bias is not None, device=old.weight.device,
+            groupsize=groupsize, precision=precision, scales_precision=scales_precision,
+        )  # fmt: skip
+        if copy_weights and old.weight.device != torch.device("meta"):
+            new.weight, new.bias = old.weight, old.bias
+        return new
+
+    _swap_linear(module, swap)
+
+
 def replace_linear_8da4w(
     module: nn.Module, groupsize: int, padding_allowed: bool, precision: torch.dtype, scales_precision: torch.dtype
 ) -> None:
     """Empty :class:`Int8DynActInt4WeightLinear` layers, to load a state dict into."""
+    _replace_linear_8da4w(module, groupsize, padding_allowed, precision, scales_precision)
+
+
+def _replace_linear_int4(
+    module: nn.Module, groupsize: int, inner_k_tiles: int | None, padding_allowed: bool, skip_layer_func: Any = None,
+    precision: torch.dtype = torch.bfloat16, scales_precision: torch.dtype = torch.bfloat16,
+    linear_class: Any = WeightOnlyInt4Linear, copy_weights: bool = False,
+) -> None:  # fmt: skip
+    """Layers of ``linear_class`` in place of those without bias, empty or with ``copy_weights`` with the float weights.
+
+    ``padding_allowed`` False leaves layers alone whose inputs do not fit the groups and tiles.
+    """
 
     def swap(old: Any) -> nn.Module:
-        return Int8DynActInt4WeightLinear(
-            old.in_features, old.out_features, old.bias is not None, old.weight.device, None, groupsize, precision,
-            scales_precision,
+        if old.bias is not None:
+            return old
+        fits = padding_allowed or _check_linear_int4_k(old.in_features, groupsize, inner_k_tiles)
+        if not fits or (skip_layer_func is not None and skip_layer_func(old.weight)):
+            return old
+        device = None if linear_class is WeightOnlyInt4Linear else old.weight.device  # its buffers are for CPUs
+        tiles = {} if inner_k_tiles is None else {"inner_k_tiles": inner_k_tiles}
+        new = linear_class(
+            old.in_features, old.out_features, bias=False, device=device, groupsize=groupsize,
+            precision=precision, scales_precision=scales_precision, **tiles,
         )  # fmt: skip
+        if copy_weights and old.weight.device != torch.device("meta"):
+            new.weight = old.weight
+        return new
 
     _swap_linear(module, swap)
 
@@ -280,11 +329,4 @@ def replace_linear_int4(
     module: nn.Module, groupsize: int, inner_k_tiles: int, padding_allowed: bool, skip_layer_func: Any = None
 ) -> None:
     """Empty :class:`WeightOnlyInt4Linear` layers, to load a state dict into."""
-
-    def swap(old: Any) -> nn.Module:
-        fits = padding_allowed or _fits(old.in_features, groupsize, inner_k_tiles)
-        if not fits or (skip_layer_func is not None and skip_layer_func(old.weight)):
-            return old
-        return WeightOnlyInt4Linear(old.in_features, old.out_features, False, None, None, groupsize, inner_k_tiles)
-
-    _swap_linear(module, swap)
+    _replace_linear_int4(module, groupsize, inner_k_tiles, padding_allowed, skip_layer_func)

@@ -45,6 +45,7 @@ _NF4_MODULE = f"{_NF4} nf4.parts nf4.operators nf4.handlers nf4.scalers"
 _MX_TENSORS = "mx.mx_tensor mx.nvfp4_tensor"
 _TENSORS = f"int8_float8_views int4_views {_NF4} {_MX_TENSORS}"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
+_GPTQ = "algorithms.gptq_quantizers algorithms.multi_tensor"
 _QAT = "qat_configs qat_modules"
 _FLOAT8_TENSOR = "float8_training.training_tensor float8_training.products float8_training.casting"
 _BLOCKWISE = "blockwise_float8.functions blockwise_float8.linear"
@@ -54,7 +55,7 @@ _MX = "attributes"  # whose import gives tensors torchao's attributes
 
 # Package of torchao, modules in it ("." is the package itself), files here with their names.
 _ROWS = (
-    ("", ".", "quant_api"),
+    ("", ".", "quant_api algorithms.autoquant"),
     ("", "utils", "tools hardware base_tensor dispatch"),
     ("", "_executorch_ops", "executorch_ops"),
     ("core", ".", ""),
@@ -95,6 +96,8 @@ _ROWS = (
     ("prototype.blockwise_fp8", ". blockwise_linear blockwise_quantization", _BLOCKWISE),
     ("prototype.blockwise_fp8_inference", ". blockwise_linear", _BLOCKWISE),
     ("prototype.blockwise_fp8_training", ". kernels linear", _BLOCKWISE),
+    ("prototype.autoround", ". core multi_tensor utils", "algorithms.autoround"),
+    ("prototype.awq", ". api core", "algorithms.awq"),
     ("prototype.dtypes", ".", "v0_8_layouts"),
     ("prototype.dtypes.uintx", ".", "v0_8_layouts"),
     ("prototype.dtypes.uintx", "bitpacking", "v0_8_layouts"),
@@ -137,7 +140,19 @@ _ROWS = (
         "moe_training.nvfp4",
     ),
     ("prototype.moe_training", "utils", f"{_MOE} moe_training.weights"),
+    ("prototype.gptq", ". api observer", "algorithms.gptq"),
+    ("prototype.hqq", ". mixed_mm", "hqq"),
+    ("prototype.moe_quant", ". quantizable_moe_modules utils", "algorithms.moe_quant"),
+    ("prototype.quant_logger", ". quant_logger", "algorithms.quant_logger"),
     ("prototype.quantization", ". quant_api", _CONFIGS),
+    ("prototype.quantization", "autoquant_v2", "algorithms.autoquant algorithms.autoquant_classes"),
+    ("prototype.quantization.codebook", ". codebook_ops codebook_quantized_tensor", "algorithms.codebook"),
+    (
+        "prototype.quantization.codebook_coreml",
+        ". api codebook_ops codebook_quantized_tensor",
+        "algorithms.codebook_coreml",
+    ),
+    ("prototype.quantization.gguf", ". api gguf_quantized_tensor", "algorithms.gguf"),
     ("prototype.quantization.int4", ".", f"{_CONFIGS} int8_float8_views int4_views"),
     ("prototype.quantization.int4", "inference_workflow", _CONFIGS),
     ("prototype.quantization.int4", "int4_opaque_tensor", "int8_float8_views int4_views"),
@@ -148,8 +163,19 @@ _ROWS = (
     ),
     ("prototype.safetensors", ".", ""),
     ("prototype.safetensors", "safetensors_support safetensors_utils", "safetensors_state"),
-    ("quantization", ".", f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights int8_matmul base_tensor qat_configs"),
-    ("quantization", "autoquant transform_module", "quant_api"),
+    ("prototype.smoothquant", ". api core", "algorithms.smoothquant algorithms.v0_9_smoothquant"),
+    ("prototype.spinquant", ". spinquant", "algorithms.spinquant"),
+    ("prototype.spinquant", "_hadamard_matrices hadamard_utils", "algorithms.hadamard"),
+    (
+        "quantization",
+        ".",
+        f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights int8_matmul base_tensor qat_configs {_GPTQ} "
+        "algorithms.smooth_linear algorithms.autoquant",
+    ),
+    ("quantization", "GPTQ_MT smoothquant", f"{_GPTQ} algorithms.smooth_linear"),
+    ("quantization.GPTQ", ". GPTQ", f"{_GPTQ} linear_modules"),
+    ("quantization", "autoquant", "algorithms.autoquant algorithms.autoquant_classes"),
+    ("quantization", "transform_module", "quant_api"),
     (
         "quantization",
         "dynamic_quant linear_activation_scale linear_activation_weight_observed_tensor subclass weight_only "
@@ -160,7 +186,11 @@ _ROWS = (
     ("quantization", "linear_activation_quantized_tensor", "v0_8_aqt"),
     ("quantization", "linear_quant_modules unified", "linear_modules"),
     ("quantization", "observer", "observers"),
-    ("quantization", "quant_api", f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights qat_configs"),
+    (
+        "quantization",
+        "quant_api",
+        f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights qat_configs algorithms.autoquant",
+    ),
     ("quantization", "quant_primitives", _PRIMITIVES),
     ("quantization", "utils", "groupwise int8_matmul tools qparams"),
     ("prototype.tensor_conversion", ".", ""),
@@ -169,7 +199,8 @@ _ROWS = (
     ("quantization.prototype.qat", ". api embedding fake_quantizer linear", _QAT),
     ("quantization.qat", ". api embedding fake_quantize_config fake_quantizer linear two_step_quantizer", _QAT),
     ("quantization.quantize_", ".", ""),
-    ("quantization.quantize_.common", ".", f"enums {_TENSORS}"),
+    ("quantization.quantize_.common", ".", f"enums {_TENSORS} algorithms.pre_scaled"),
+    ("quantization.quantize_.common", "protocol", "algorithms.pre_scaled"),
     ("quantization.quantize_.common", "kernel_preference packing_format quantization_step", "enums"),
     ("quantization.quantize_.common", "quantize_tensor_kwargs", _TENSORS),
     ("quantization.quantize_.workflows", ".", f"{_TENSORS} enums"),

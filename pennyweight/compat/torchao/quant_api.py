@@ -18,7 +18,7 @@ from . import attributes
 from .linear_modules import Filter, _is_linear, _replace_with_custom_fn_if_matches_filter
 
 __all__ = [
-    "_is_linear", "_replace_with_custom_fn_if_matches_filter", "autoquant", "fqn_matches_fqn_config",
+    "_is_linear", "_replace_with_custom_fn_if_matches_filter", "fqn_matches_fqn_config",
     "quantize_", "register_quantize_module_handler", "swap_conv2d_1x1_to_linear",
 ]  # fmt: skip
 assert attributes.ATTRIBUTES  # attaches torchao's attributes to quantized weights
@@ -105,33 +105,3 @@ def swap_conv2d_1x1_to_linear(model: nn.Module, filter_fn: Filter | None = None)
         return _Permuted(linear)
 
     _replace_with_custom_fn_if_matches_filter(model, swap, pick)
-
-
-def autoquant(
-    model: nn.Module, example_input: Any = None, qtensor_class_list: Any = None, filter_fn: Filter | None = None,
-    mode: Any = None, manual: bool = False, set_inductor_config: bool = True, supress_autoquant_errors: bool = True,
-    min_sqnr: float | None = None, **kwargs: Any,
-) -> nn.Module:  # fmt: skip
-    """The fastest of float, int8 weight-only and int8-dynamic for each linear layer, as measured here.
-
-    ``example_input`` determines the number of rows; ``min_sqnr`` in dB rejects larger errors. Other arguments are
-    torchao's and ignored. Raises ValueError without an example input: torchao uses the first call's instead.
-    """
-    from ...inference.recommend_config import recommend
-    from ...planning.configs import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
-
-    if example_input is None:
-        raise ValueError(
-            "autoquant(model, example_input): an example input is required for measuring; pass a tuple of arguments"
-        )
-    if manual or kwargs:
-        raise NotImplementedError(
-            f"autoquant: manual=True and {sorted(kwargs)} are not supported; see pennyweight.recommend"
-        )
-    inputs = example_input if isinstance(example_input, (tuple, list)) else (example_input,)
-    error = None if min_sqnr is None else 10 ** (-min_sqnr / 20)
-    candidates = [Int8WeightOnlyConfig(), Int8DynamicActivationInt8WeightConfig()]
-    found = recommend(model, tuple(inputs), max_error=error, candidates=candidates)
-    if found.config is not None:
-        _quantize_(model, found.config)
-    return model

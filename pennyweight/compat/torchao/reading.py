@@ -23,6 +23,7 @@ from . import attributes, enums, int4_views, int8_float8_views, v0_8_aqt, v0_8_l
 from .low_bit_optim import state_4bit, state_8bit, state_fp8
 from .nf4 import tensor as nf4_tensor
 from .mx import mx_tensor, nvfp4_tensor
+from .algorithms.pre_scaled import PreScaledTensor
 from .safetensors_state import unflatten_tensor_state_dict
 
 # -- names in torch.load files -----------------------------------------------------------------------------------------
@@ -173,6 +174,11 @@ def _check_shapes(name: str, described: Mapping[str, Any], pieces: Mapping[str, 
 
 def _checked(path: str, name: str, w: Tensor) -> Tensor:
     """Validate a quantized tensor."""
+    if isinstance(w, PreScaledTensor):
+        raise CheckpointError(
+            path, name, "its input is scaled first (act_pre_scale of AWQ or SmoothQuant), which pennyweight's files "
+            "do not hold; load it with torchao's unflatten_tensor_state_dict or torch.load, and load_state_dict"
+        )  # fmt: skip
     if isinstance(w, AffineQuantizedTensor):
         try:
             pack(name, w, describe(name, w))

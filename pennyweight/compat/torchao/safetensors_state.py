@@ -21,7 +21,7 @@ from ...core.tensor import AffineQuantizedTensor
 from ...planning import granularity
 from ...planning.granularity import Granularity, MappingType
 from . import enums, int8_float8_views
-from .class_view import ready
+from .class_view import PRE_SCALED, ready
 from .enums import Float8MMConfig, KernelPreference, ScaleCalculationMode
 from .int4_views import Int4OpaqueTensor, Int4Tensor
 from .int8_float8_views import (
@@ -253,13 +253,18 @@ def flatten_tensor_state_dict(tensors_dict: Mapping[str, Tensor]) -> tuple[dict[
     """
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
-    for name, tensor in tensors_dict.items():
+    for name, given in tensors_dict.items():
+        tensor, pre = given, None
+        if isinstance(given, tuple(PRE_SCALED)):
+            tensor, pre = given.original_weight_tensor, given.act_pre_scale
         if isinstance(tensor, AffineQuantizedTensor):
             try:
                 view = view_of(tensor)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
-            taken = view.take(tensor)
+            if pre is not None and "act_pre_scale" not in view.optional_tensor_data_names:
+                raise ValueError(f"{name}: torchao's {view.__name__} has no act_pre_scale; save it with torch.save")
+            taken = view.take(tensor) if pre is None else {**view.take(tensor), "act_pre_scale": pre}
             described = _described(view, taken)
             for part in described["_tensor_data_names"]:
                 tensors[_prefix(name) + part] = taken[part].detach().clone().contiguous()

@@ -15,18 +15,20 @@ import torch
 from ...core.formats import INT4, INT8, UINT4
 from ...core.spec import QuantSpec
 from ...planning import configs as ours
-from ...planning.configs.base import activation, as_format
+from ...planning.configs.base import activation, as_format, number, pair
 from ...planning.configs.integer import INT8_EPS
 from ...planning.granularity import Granularity, MappingType, PerGroup, PerRow, PerToken
 from ...planning.parameters import Site
 from ...planning.scheme import Scheme
 from .enums import ZeroPointDomain
+from .int8_float8_views import QuantizeTensorToInt8Kwargs
 from .v0_8_layouts import Layout, _Sparse
 
 __all__ = [
     "Float8DynamicActivationFloat8SemiSparseWeightConfig", "GemliteUIntXWeightOnlyConfig",
     "Int4DynamicActivationInt4WeightConfig", "Int4WeightOnlyConfig", "Int8DynamicActivationInt4WeightConfig",
-    "Int8DynamicActivationInt8WeightConfig", "Int8DynamicActivationIntxWeightConfig", "IntxWeightOnlyConfig",
+    "Int8DynamicActivationInt8WeightConfig", "Int8DynamicActivationIntxWeightConfig",
+    "Int8StaticActivationInt8WeightConfig", "IntxWeightOnlyConfig",
     "PrototypeInt4WeightOnlyConfig", "gemlite_uintx_weight_only", "int4_dynamic_activation_int4_weight",
     "int4_weight_only", "int8_dynamic_activation_int4_weight", "int8_dynamic_activation_int8_semi_sparse_weight",
     "int8_dynamic_activation_int8_weight", "intx_weight_only",
@@ -96,6 +98,31 @@ class Int8DynamicActivationInt8WeightConfig(_WithLayout, ours.Int8DynamicActivat
             object.__setattr__(self, "layout", self.act_mapping_type)
             object.__setattr__(self, "act_mapping_type", MappingType.SYMMETRIC)
         super().__post_init__()
+
+
+@dataclass(frozen=True)
+class Int8StaticActivationInt8WeightConfig(ours.Int8StaticActivationInt8WeightConfig):
+    """Like ours. Without ``act_quant_scale`` it is the base of a config that finds it, such as SmoothQuantConfig; to
+    quantize with it raises ValueError."""
+
+    def __post_init__(self) -> None:
+        if self.act_quant_scale is None and self.act_quant_zero_point is None:
+            with_one = replace(self, act_quant_scale=1.0, act_quant_zero_point=self._any_zero_point())
+            object.__setattr__(self, "granularity", with_one.granularity)
+        else:
+            super().__post_init__()
+
+    def _any_zero_point(self) -> int | None:
+        return 0 if self.act_mapping_type is MappingType.ASYMMETRIC else None
+
+    def get_act_quant_kwargs(self) -> QuantizeTensorToInt8Kwargs:
+        """How the activation is quantized, without its scale."""
+        return QuantizeTensorToInt8Kwargs(pair(self.granularity)[0], self.act_mapping_type, self.reduce_range)
+
+    def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
+        if self.act_quant_scale is None:
+            number(type(self).__name__, "act_quant_scale", None)  # raises, with the remedy
+        return super().scheme(site, on_indivisible)
 
 
 @dataclass(frozen=True)
@@ -188,6 +215,7 @@ def int8_dynamic_activation_int8_semi_sparse_weight() -> Any:
 int4_weight_only = Int4WeightOnlyConfig
 int8_dynamic_activation_int8_weight = Int8DynamicActivationInt8WeightConfig
 int8_dynamic_activation_int4_weight = Int8DynamicActivationInt4WeightConfig
+int8_static_activation_int8_weight = Int8StaticActivationInt8WeightConfig
 int4_dynamic_activation_int4_weight = Int4DynamicActivationInt4WeightConfig
 intx_weight_only = IntxWeightOnlyConfig
 gemlite_uintx_weight_only = GemliteUIntXWeightOnlyConfig

@@ -181,8 +181,6 @@ def test_bad_pieces_are_refused() -> None:
         Int8Tensor(q.to(torch.int32), s, [1, 32], torch.float32)
     with pytest.raises(AssertionError, match="does not divide"):
         Int8Tensor(q, s, [1, 5], torch.float32)
-    with pytest.raises(NotImplementedError, match="act_pre_scale"):
-        Int8Tensor(q, s, [1, 32], torch.float32, act_pre_scale=torch.ones(32))
     with pytest.raises(AssertionError, match="scale must be"):
         IntxUnpackedToInt8Tensor(q, s, q[:, :1], torch.int4, (1, 16), torch.float32, None)
     with pytest.raises(AssertionError, match="target_dtype"):
