@@ -43,6 +43,8 @@ _PRIMITIVES = "primitives format_primitives hqq qparams enums"
 _TENSORS = "int8_float8_views int4_views block_views"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
 _QAT = "qat_configs qat_modules"
+_PARQ_QUANT = "parq.quantizers parq.least_squares parq.affine_quantizers parq.stretched_grid"
+_PARQ = f"parq.optimizer parq.prox_maps {_PARQ_QUANT}"
 
 # Package of torchao, modules in it ("." is the package itself), files here with their names.
 _ROWS = (
@@ -80,6 +82,13 @@ _ROWS = (
     ("prototype.mx_formats", ". inference_workflow", f"{_CONFIGS} int8_float8_views block_views enums"),
     ("prototype.mx_formats", "config", "enums"),
     ("prototype.mx_formats", "mx_tensor nvfp4_tensor", "int8_float8_views block_views enums"),
+    ("prototype.parq", ".", f"{_PARQ} parq.param_groups"),
+    ("prototype.parq", "api", "parq.param_groups parq.optimizer"),
+    ("prototype.parq", "utils", "parq.prox_maps"),
+    ("prototype.parq.optim", ".", "parq.prox_maps parq.optimizer"),
+    ("prototype.parq.optim", "binarelax parq proxmap", "parq.prox_maps"),
+    ("prototype.parq.optim", "quantopt", "parq.optimizer"),
+    ("prototype.parq.quant", ". config_torchao lsbq quant_api quantizer uniform uniform_torchao", _PARQ_QUANT),
     ("prototype.quantization", ". quant_api", _CONFIGS),
     ("prototype.quantization.int4", ".", f"{_CONFIGS} int8_float8_views int4_views"),
     ("prototype.quantization.int4", "inference_workflow", _CONFIGS),

@@ -72,7 +72,6 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.low_bit_optim.subclass_fp8": ("0.4 to 0.10", _STATES),
     "prototype.moe_quant": ("0.11 to 0.15", "FqnToConfig, which selects experts by parameter name"),
     "prototype.moe_training": ("0.12 on", "pennyweight.training.grouped_mm"),
-    "prototype.parq": ("0.10 on", "pennyweight.optim.QuantOptimizer"),
     "prototype.pat": ("0.17 on", "pennyweight.optim.PruneOptimizer"),
     "prototype.qat": ("0.13 on", _QAT),
     "prototype.quantization.autoquant_v2": ("0.7 to 0.16", "pennyweight.recommend"),
