@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import importlib
 import json
 import sys
 import warnings
@@ -44,6 +45,8 @@ for _home in _HOMES:
     )
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _REGISTERED: dict[str, type] = {}
+# Files here whose configs are registered when they are imported, which they are when a name is not known otherwise.
+_LATER = ("parq.stretched_grid", "sparse.api")
 ALLOWED_AO_MODULES = {home.__name__ for home in _HOMES}
 
 # Fields that are a string here and an enum member in torchao, by the name of the class.
@@ -229,6 +232,10 @@ def _decode(value: Any, where: str) -> Any:
     if not isinstance(kind, str):
         raise ValueError(f"{where}: _type must be the name of a type, got {kind!r}")
     cls = _known().get(kind)
+    if cls is None:
+        for file in _LATER:
+            importlib.import_module(f"{__package__}.{file}")
+        cls = _REGISTERED.get(kind)
     if cls is None:
         raise ValueError(
             f"{where}: Failed to find class {kind} in any of the allowed modules: "

@@ -44,6 +44,7 @@ _TENSORS = "int8_float8_views int4_views block_views"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
 _QAT = "qat_configs qat_modules"
 _PARQ_QUANT = "parq.quantizers parq.least_squares parq.affine_quantizers parq.stretched_grid"
+_SPARSE = "sparse.api sparse.wanda sparse.supermask sparse.masks sparse.pruning"
 _PARQ = f"parq.optimizer parq.prox_maps {_PARQ_QUANT}"
 
 # Package of torchao, modules in it ("." is the package itself), files here with their names.
@@ -96,6 +97,35 @@ _ROWS = (
     ("prototype.quantized_training", ". bitnet int8 int8_mixed_precision", "training"),
     ("prototype.safetensors", ".", ""),
     ("prototype.safetensors", "safetensors_support safetensors_utils", "safetensors_state"),
+    ("sparsity", ".", f"{_SPARSE} v0_8_configs"),
+    ("sparsity", "sparse_api", "sparse.api"),
+    ("sparsity", "blocksparse", "sparse.block_sparse"),
+    ("sparsity", "marlin utils", "sparse.masks sparse.wanda"),
+    ("sparsity", "supermask", "sparse.supermask"),
+    ("sparsity", "wanda", "sparse.wanda sparse.pruning"),
+    ("sparsity.training", ". autograd", "sparse.training"),
+    ("sparsity.prototype.superblock", ".", ""),
+    ("sparsity.prototype.superblock", "blocksparse", "sparse.block_sparse"),
+    ("sparsity.prototype.superblock", "supermask", "sparse.supermask"),
+    *(
+        row
+        for home in ("prototype.sparsity", "sparsity.prototype")
+        for row in (
+            (home, ".", "sparse.pruning"),
+            (f"{home}.scheduler", ". base_scheduler cubic_scheduler lambda_scheduler", "sparse.pruning"),
+            (
+                f"{home}.sparsifier",
+                ". base_sparsifier nearly_diagonal_sparsifier utils weight_norm_sparsifier",
+                "sparse.pruning",
+            ),
+            (
+                f"{home}.pruner",
+                ". FPGM_pruner base_structured_sparsifier lstm_saliency_pruner match_utils parametrization "
+                "prune_functions saliency_pruner",
+                "sparse.structured_pruning",
+            ),
+        )
+    ),
     ("quantization", ".", f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights int8_matmul base_tensor qat_configs"),
     ("quantization", "autoquant transform_module", "quant_api"),
     (

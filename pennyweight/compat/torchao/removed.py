@@ -5,7 +5,8 @@ from __future__ import annotations
 
 _QAT = "quantize_ with pennyweight.QATConfig, which accepts every config"
 _QAT_LAYER = "quantize_ with QATConfig: prepared layers keep their module"
-_SPARSE = "sparse weights are not supported; pennyweight.sparsify_ sets weights to zero, which quantize_ keeps at zero"
+_SPARSE = "sparse weights are stored dense: pennyweight.sparsify_ sets weights to zero, which quantize_ keeps at zero"
+_SCRIPTS = "torchvision's reference scripts, from which it was taken"
 _GPTQ = 'pennyweight.quantize_(model, config, calibration=batches, algorithm="gptq")'
 _SMOOTH = (
     'pennyweight.quantize_(model, Int8DynamicActivationInt8WeightConfig(), calibration=batches, algorithm="smooth")'
@@ -81,7 +82,8 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.quantization.module_swap": ("0.10 on", "quantize_, which keeps the modules"),
     "prototype.quantized_training": ("0.5 on", _TRAIN),
     "prototype.smoothquant": ("0.7 on", _SMOOTH),
-    "prototype.sparsity": ("0.7 on", _SPARSE),
+    "prototype.sparsity.activation": ("0.10 to 0.15", "torch.nn.functional.relu(x) ** 2 and pennyweight.quantize_: its kernel was for one GPU"),
+    "prototype.sparsity.superblock": ("0.7 to 0.9", _SCRIPTS),
     "prototype.spinquant": ("0.7 on", 'pennyweight.quantize_(model, config, calibration=batches, algorithm=["rotate", "gptq"])'),
     "quantization.ALL_AUTOQUANT_CLASS_LIST": ("0.8 to 0.15", "candidates=[...] of pennyweight.recommend"),
     "quantization.DEFAULT_AUTOQUANT_CLASS_LIST": ("0.5 to 0.15", "candidates=[...] of pennyweight.recommend"),
@@ -134,7 +136,8 @@ GONE: dict[str, tuple[str, str]] = {
     "quantization.quantize_.workflows.int4.int4_marlin_sparse_tensor": ("0.13 to 0.15", _SPARSE),
     "quantization.quantize_.workflows.intx.IntxUnpackedTensor": ("0.13", "IntxUnpackedToInt8Tensor"),
     "quantization.quantize_.workflows.intx.intx_unpacked_tensor": ("0.13", "IntxUnpackedToInt8Tensor"),
-    "sparsity": ("0.1 on", _SPARSE),
+    "sparsity.marlin.utils": ("0.7 to 0.15", f"{_GPU}Int4WeightOnlyConfig(layout=MarlinSparseLayout())"),
+    "sparsity.prototype.superblock.utils": ("0.7 to 0.9", _SCRIPTS),
     "swizzle": ("0.12 on", "nothing: it reordered weights for AMD GPUs"),
 }  # fmt: skip
 
@@ -181,6 +184,8 @@ BESIDES: dict[str, str] = {
     "prototype.mx_formats.nvfp4_tensor": "NVFP4WeightOnlyConfig",
     "prototype.quantization": "UIntXWeightOnlyConfig; Int8DynamicActivationIntxWeightConfig",
     "prototype.quantization.quant_api": "UIntXWeightOnlyConfig; Float8StaticActivationFloat8WeightConfig",
+    "sparsity.blocksparse": _HANDLER,
+    "sparsity.marlin": f"{_GPU}Int4WeightOnlyConfig(layout=MarlinSparseLayout())",
     "quantization.autoquant": "candidates=[...] of pennyweight.recommend",
     "quantization.prototype.qat": _QAT_LAYER,
     "quantization.prototype.qat.embedding": _QAT_LAYER,

@@ -20,6 +20,8 @@ from pennyweight.compat.torchao.config_json import (
     config_to_dict,
     register_config_type,
 )
+from pennyweight.compat.torchao.parq import stretched_grid
+from pennyweight.compat.torchao.sparse import api as sparse_api
 from pennyweight.planning import configs
 from pennyweight.planning.configs import AOBaseConfig
 
@@ -33,11 +35,14 @@ NAMES = {name: getattr(pw, name) for name in pw.__all__}
 for module in (enums, v0_8_configs, v0_8_layouts):
     NAMES |= {name: getattr(module, name) for name in module.__all__}
 NAMES["torch"] = torch
+CONFIGS = {
+    "BlockSparseWeightConfig": sparse_api, "SemiSparseWeightConfig": sparse_api,
+    "StretchedIntxWeightConfig": stretched_grid,
+}  # fmt: skip
+NAMES |= {name: getattr(module, name) for name, module in CONFIGS.items()}
 # torchao's configs that this package lacks, or refuses a field of: what the error names
 REFUSED = {
-    "BlockSparseWeightConfig(blocksize=64)": "find class BlockSparseWeightConfig",
     "FbgemmConfig(torch.bfloat16, torch.int4, torch.bfloat16, [1, 1, 256])": "find class FbgemmConfig",
-    "Int8DynamicActivationInt8WeightConfig(layout=SemiSparseLayout())": r"sparse weights \(SemiSparseLayout",
 }
 # fields that torchao's constructor fills in, and ours leave as they were given
 FILLED = {
@@ -110,6 +115,9 @@ def test_what_ours_lack_is_named(release: str, call: str) -> None:
 ROUND_TRIPS = [
     *sorted({call for _, call in CASES if call not in REFUSED}),
     'UIntXWeightOnlyConfig(dtype="uint2")',
+    "SemiSparseWeightConfig()",
+    "StretchedIntxWeightConfig(PerGroup(32), b=3)",
+    "Float8DynamicActivationFloat8SemiSparseWeightConfig()",
     'MXWeightOnlyConfig("e3m2", scaling_mode="even")',
     "NF4WeightOnlyConfig(32, double_quant=False)",
     "CodebookWeightOnlyConfig(3, 2, group_size=16)",
@@ -142,8 +150,7 @@ def test_ours_come_back(call: str) -> None:
 def test_every_config_of_ours_is_written_and_read() -> None:
     known = {name: v for name, v in config_json._known().items() if issubclass(v, AOBaseConfig)}
     tried = {type(ours(call)) for call in ROUND_TRIPS}
-    refused = {v0_8_configs.Float8DynamicActivationFloat8SemiSparseWeightConfig}
-    assert {cls.__name__ for cls in {*known.values()} - tried - refused} == set()
+    assert {cls.__name__ for cls in {*known.values()} - tried} == set()
 
 
 def test_an_int4_config_that_torchao_cannot_read_says_its_group() -> None:

@@ -355,12 +355,12 @@ ids = torch.randint(0, 64, (2, 9))
 model(ids, labels=ids).loss.backward()
 optimizer.step()
 optimizer.torchao_convert(model)
+print(sorted(model.config.quantization_config.quant_type.fqn_to_config))
 model.save_pretrained(sys.argv[1])
 again = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 assert torch.equal(again(ids).logits, model(ids).logits)
 assert again.lm_head.weight is again.model.embed_tokens.weight
 assert again.model.layers[0].mlp.up_proj.weight.spec.format.name == "half_int2"
-print(sorted(model.config.quantization_config.quant_type.fqn_to_config))
 """
 
 
