@@ -44,6 +44,7 @@ _TENSORS = "int8_float8_views int4_views block_views"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
 _QAT = "qat_configs qat_modules"
 _PARQ_QUANT = "parq.quantizers parq.least_squares parq.affine_quantizers parq.stretched_grid"
+_UINTX = "prototype_quantization.uintx_packed"
 _SPARSE = "sparse.api sparse.wanda sparse.supermask sparse.masks sparse.pruning"
 _PARQ = f"parq.optimizer parq.prox_maps {_PARQ_QUANT}"
 
@@ -90,7 +91,15 @@ _ROWS = (
     ("prototype.parq.optim", "binarelax parq proxmap", "parq.prox_maps"),
     ("prototype.parq.optim", "quantopt", "parq.optimizer"),
     ("prototype.parq.quant", ". config_torchao lsbq quant_api quantizer uniform uniform_torchao", _PARQ_QUANT),
-    ("prototype.quantization", ". quant_api", _CONFIGS),
+    ("prototype.quantization", ". quant_api", f"prototype_quantization.float8_static {_UINTX} {_CONFIGS}"),
+    ("prototype.quantization.embedding", ". api", "prototype_quantization.embeddings"),
+    (
+        "prototype.quantization.float8_static_quant",
+        ". prototype_float8_tensor",
+        "prototype_quantization.float8_static",
+    ),
+    ("prototype.quantization.int8_lut_tensor", ". int8_lut_tensor", "prototype_quantization.int8_lut"),
+    ("prototype.quantization.uintx", ". uintx_bit_packed_tensor", _UINTX),
     ("prototype.quantization.int4", ".", f"{_CONFIGS} int8_float8_views int4_views"),
     ("prototype.quantization.int4", "inference_workflow", _CONFIGS),
     ("prototype.quantization.int4", "int4_opaque_tensor", "int8_float8_views int4_views"),

@@ -21,6 +21,7 @@ from pennyweight.compat.torchao.config_json import (
     register_config_type,
 )
 from pennyweight.compat.torchao.parq import stretched_grid
+from pennyweight.compat.torchao.prototype_quantization import float8_static, uintx_packed
 from pennyweight.compat.torchao.sparse import api as sparse_api
 from pennyweight.planning import configs
 from pennyweight.planning.configs import AOBaseConfig
@@ -32,12 +33,13 @@ CASES = {
     for call, stored in json.loads((GOLDEN / f"torchao_configs_{release}.json").read_text())["cases"].items()
 }
 NAMES = {name: getattr(pw, name) for name in pw.__all__}
-for module in (enums, v0_8_configs, v0_8_layouts):
+for module in (enums, v0_8_configs, v0_8_layouts, float8_static):
     NAMES |= {name: getattr(module, name) for name in module.__all__}
 NAMES["torch"] = torch
 CONFIGS = {
     "BlockSparseWeightConfig": sparse_api, "SemiSparseWeightConfig": sparse_api,
-    "StretchedIntxWeightConfig": stretched_grid,
+    "StretchedIntxWeightConfig": stretched_grid, "UIntxWeightOnlyConfig": uintx_packed,
+    "Int8DynamicActivationUIntxWeightConfig": uintx_packed,
 }  # fmt: skip
 NAMES |= {name: getattr(module, name) for name, module in CONFIGS.items()}
 # torchao's configs that this package lacks, or refuses a field of: what the error names
@@ -116,6 +118,9 @@ ROUND_TRIPS = [
     *sorted({call for _, call in CASES if call not in REFUSED}),
     'UIntXWeightOnlyConfig(dtype="uint2")',
     "SemiSparseWeightConfig()",
+    "UIntxWeightOnlyConfig(64)",
+    "Int8DynamicActivationUIntxWeightConfig(None, 8)",
+    'Float8StaticActivationFloat8WeightConfig(step="convert", quantize_and_dequantize_output=True)',
     "StretchedIntxWeightConfig(PerGroup(32), b=3)",
     "Float8DynamicActivationFloat8SemiSparseWeightConfig()",
     'MXWeightOnlyConfig("e3m2", scaling_mode="even")',
