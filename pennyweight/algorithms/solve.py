@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.numerics import decibels, dequantize
-from ..core.tensor import AffineQuantizedTensor
+from ..core.tensor import AffineQuantizedTensor, check_finite
 from ..distributed.dtensor import full_tensor
 from ..planning.plan import PlanRow
 from ..planning.scheme import Scheme
@@ -19,6 +20,7 @@ from .calibration.loop import CalibrationLoop, CollectedStatistics
 from .solvers.kmeans import learner
 from .solvers.reshape import as_matrix, flat_spec, unflatten
 from .solvers.rtn import Nearest, quantize_weight, static_parts
+from .sparsify import prune
 
 NO_DATA = "no calibration data"
 
@@ -60,12 +62,19 @@ def solve_weight(
     seen: CollectedStatistics | None = None,
 ) -> Solved:  # fmt: skip
     """Quantize a weight [.., contracted] with a solver; default: that of the scheme, which is round-to-nearest if it
-    names none. Round-to-nearest also replaces a solver that cannot be applied, with the reason in the note.
+    names none. Round-to-nearest also replaces a solver that cannot be applied, with the reason in the note. A scheme
+    with ``sparsity`` has the weight pruned first; its SQNR counts that.
 
     op    the kernel-table op that reads it
     seen  the statistics of its inputs
     Raises ValueError for NaN or inf.
     """
+    if scheme.sparsity:
+        check_finite(x, name)
+        pruned, dense = prune(x, scheme.sparsity, op == "convolution"), replace(scheme, sparsity="")
+        solved = solve_weight(pruned, dense, name, layout, op, solver, seen)
+        lost = solved.weight.dequantize().double() - x.double()
+        return solved._replace(sqnr=decibels(float(x.double().square().sum()), float(lost.square().sum())))
     asked: Any = solver or (ALGORITHMS[scheme.solver]() if scheme.solver else Nearest())
     seen = seen or CollectedStatistics()
     solver = learner(asked, scheme.weight, seen.stats)

@@ -85,6 +85,19 @@ def _all_but_least(score: Tensor, count: int) -> Tensor:
     return torch.ones_like(score, dtype=torch.bool).scatter_(-1, order[..., :count], False)
 
 
+def prune(x: Tensor, pattern: str | float, unfolded: bool = False) -> Tensor:
+    """x [.., K] with the smallest magnitudes of each row set to zero, by a pattern as in :func:`sparsify_`.
+
+    unfolded: x is a convolution's weight, whose rows are its output channels. Raises PlanError if the pattern does not
+    divide the rows.
+    """
+    wanted = SparsityPattern.read(pattern)
+    rows = as_matrix(x, unfolded)
+    if wanted.of and rows.shape[1] % wanted.of:
+        raise PlanError(f"rows of {rows.shape[1]} inputs are not divisible by {wanted.of}; leave the layer out")
+    return (rows * wanted.keep(rows.abs())).view(x.shape)
+
+
 @check_arguments()
 def sparsify_(
     model: nn.Module,

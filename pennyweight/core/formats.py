@@ -264,6 +264,11 @@ for _dim in (1, 2, 4, 8):
     for _bits in range(1, 9):
         learned(_bits, _dim)
 TERNARY = Format("ternary", 2, "int", torch.int8, -1, 1)
+# Multiples of 1/2 that are not integers, as many above zero as below: the grid of stretched elastic quantization
+# (ParetoQ, Liu et al. 2025). The number of code c is c + 1/2 - 2**(bits - 1).
+HALF_INTS = tuple(
+    table(f"half_int{b}", tuple(k + 0.5 for k in range(-(1 << (b - 1)), 1 << (b - 1)))) for b in range(1, 9)
+)
 E4M3 = Format("e4m3", 8, "float", torch.float8_e4m3fn, -448.0, 448.0)
 E5M2 = Format("e5m2", 8, "float", torch.float8_e5m2, -57344.0, 57344.0)
 E3M2 = small_float("e3m2", 3, 2)

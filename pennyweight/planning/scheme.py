@@ -16,6 +16,7 @@ class Scheme:
     rule, eps                   see :func:`pennyweight.core.qparams.choose`
     solver                      name of the algorithm that chooses codes and qparams if the caller names none; one that
                                 needs no data. "": round-to-nearest
+    sparsity                    pattern such as "2:4" to which the weight is pruned by magnitude first; "": none
     act_scale, act_zero_point   qparams of a static activation, one for the whole input
     """
 
@@ -26,6 +27,7 @@ class Scheme:
     act_scale: float | None = None
     act_zero_point: int | None = None
     solver: str = ""
+    sparsity: str = ""
 
     def __post_init__(self) -> None:
         static = self.act is not None and self.act.mode == "static"
@@ -53,9 +55,10 @@ class Scheme:
 
     def describe(self) -> str:
         """In words: "int4, groups of 64, symmetric, bf16 scales; inputs int8 per row, dynamic"."""
-        chosen = f", by {self.solver}" if self.solver else ""
+        chosen = (f", by {self.solver}" if self.solver else "") + (f", {self.sparsity} sparse" if self.sparsity else "")
         return describe(self.weight) + chosen + ("" if self.act is None else f"; {describe_activation(self.act)}")
 
     def shorten(self) -> str:
         """For tables: "int4, groups of 64", "int8 per row; inputs int8"."""
-        return shorten(self.weight, self.act) + (f", by {self.solver}" if self.solver else "")
+        sparse = f", {self.sparsity} sparse" if self.sparsity else ""
+        return shorten(self.weight, self.act) + (f", by {self.solver}" if self.solver else "") + sparse

@@ -1,13 +1,16 @@
 """Sparse weights: patterns to the element, outputs as near as the method promises."""
 
 import copy
+import math
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import pennyweight as pw
-from pennyweight.algorithms.sparsify import SparsityPattern, sparse_gpt
+from pennyweight.algorithms.sparsify import SparsityPattern, prune, sparse_gpt
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 
@@ -166,3 +169,31 @@ def test_bad_requests_change_nothing() -> None:
     pw.quantize_(model, pw.Int8WeightOnlyConfig())
     with pytest.raises(pw.PlanError, match="is already quantized"):
         pw.sparsify_(model, "magnitude")
+
+
+@pytest.mark.parametrize("algorithm", ["nearest", "gptq"])
+def test_a_scheme_may_ask_for_sparsity(algorithm: str) -> None:
+    """Quantizing under it is pruning by magnitude, then quantizing; the error counts both."""
+
+    @dataclass(frozen=True)
+    class Sparse(pw.Int8WeightOnlyConfig):
+        def scheme(self, site: Any, on_indivisible: str = "pad") -> Any:
+            return replace(super().scheme(site, on_indivisible), sparsity="2:4")
+
+    model, steps = network(), network()
+    wanted = [m.weight.detach().clone() for m in model if isinstance(m, nn.Linear)]
+    more = {} if algorithm == "nearest" else {"calibration": [data()], "algorithm": algorithm}
+    report = pw.quantize_(model, Sparse(), **more)
+    pw.sparsify_(steps, "magnitude")
+    pw.quantize_(steps, pw.Int8WeightOnlyConfig(), **more)
+    for i, row, w in zip((0, 2, 4), report.quantized, wanted, strict=True):
+        values = model[i].weight.dequantize()
+        if algorithm == "nearest":
+            assert torch.equal(values, steps[i].weight.dequantize())
+        assert ((values.unflatten(1, (-1, 4)) != 0).sum(-1) <= 2).all()
+        error = float((values - w).square().sum() / w.square().sum())
+        assert row.sqnr == pytest.approx(-10 * math.log10(error), abs=1e-3)
+        assert row.scheme_short == "int8 per row, 2:4 sparse"
+    assert prune(torch.tensor([[[1.0, -3.0], [2.0, 0.5]]]), 0.5).tolist() == [[[0, -3], [2, 0]]]
+    with pytest.raises(pw.PlanError, match="rows of 6 inputs are not divisible by 4"):
+        prune(torch.ones(2, 6), "2:4")

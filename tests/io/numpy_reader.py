@@ -16,6 +16,7 @@ DIGITS = ("nf4_digits_float32", "nf4_digits_bfloat16", "nf4_digits_float16")
 BITS |= dict.fromkeys(DIGITS, 4)
 BITS |= {"dynamic8_float32": 8, "fp4_twelfths": 4}
 BITS |= {"ufloat8": 8, "ufloat4": 4, "linear4": 4}
+BITS |= {f"half_int{b}": b for b in range(1, 9)}
 BITS |= {"iq4_nl": 4, "iq1": 3, "iq2": 3, "iq3_xxs": 4, "iq3_s": 4}
 IQ4_NL = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
 BOTH_SIGNS = {"iq1": [0.125, 0.875, 1.125], "iq2": [8, 25, 43], "iq3_xxs": [4, 12, 20, 28, 36, 44, 52, 62]}
@@ -104,6 +105,8 @@ def learned(raw, table, f, padded):
 
 
 def decode(f, code):
+    if f.startswith("half_int"):
+        return code + np.float32(0.5 - (1 << (BITS[f] - 1)))
     if "int" in f or f == "ternary":
         return code
     if f == "e8m0":

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
+from ...core.formats import HALF_INTS
 from ...core.tensor import AffineQuantizedTensor, PlainView
 from . import class_view
 from .enums import ZeroPointDomain
@@ -70,6 +71,8 @@ def _act_quant_kwargs(w: QT) -> Any:
 
 def _target_dtype(w: QT) -> Any:
     fmt = w.spec.format
+    if fmt in HALF_INTS:
+        return getattr(torch, f"int{fmt.bits}")
     return fmt.code_dtype if fmt.native_float else getattr(torch, fmt.name, fmt.code_dtype)
 
 

@@ -12,13 +12,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ...algorithms.sparsify import prune
 from ...core import blocks
 from ...core.formats import UINT4
 from ...core.numerics import Parts
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
+from ...planning.granularity import Granularity
 from .class_view import View, block_of, block_size, int_codes, part, plain_codes, pre_scaled, ready, whole
-from .int8_float8_views import IntxUnpackedToInt8Tensor
+from .int8_float8_views import Float8Tensor, IntxUnpackedToInt8Tensor
 
 __all__ = [
     "Float8Sparse2x4_1DData1DMetadataTensor", "Float8Sparse2x4_2DData2DMetadataTensor", "Int4OpaqueTensor",
@@ -231,9 +233,16 @@ class _Sparse(_Packed):
     holds = staticmethod(lambda w: False)
 
     @classmethod
-    def from_hp(cls, *args: Any, **kwargs: Any) -> QT:
-        """Rejected: sparsity changes the values, half of them to zero."""
-        raise NotImplementedError(f"{cls.__name__}: sparse weights are not supported; use Float8Tensor")
+    def from_hp(
+        cls, hp_tensor: Tensor, float8_dtype: torch.dtype = torch.float8_e4m3fn, granularity: Granularity | None = None,
+        hp_value_lb: float | None = None, hp_value_ub: float | None = None, act_quant_kwargs: Any = None,
+        alg_id: int = 0, **kwargs: Any,
+    ) -> QT:  # fmt: skip
+        """:meth:`Float8Tensor.from_hp` of the tensor pruned 2:4, per row by default, stored dense, with its zeros."""
+        return Float8Tensor.from_hp(
+            prune(hp_tensor.detach(), "2:4"), float8_dtype, granularity, hp_value_lb=hp_value_lb,
+            hp_value_ub=hp_value_ub, act_quant_kwargs=act_quant_kwargs, **kwargs,
+        )  # fmt: skip
 
 
 Float8Sparse2x4_2DData2DMetadataTensor, Float8Sparse2x4_1DData1DMetadataTensor = (

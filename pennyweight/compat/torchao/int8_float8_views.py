@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.formats import E4M3, E5M2, INT7, INT8, TERNARY
+from ...core.formats import E4M3, E5M2, HALF_INTS, INT7, INT8, TERNARY
+from ...core.numerics import Parts
 from ...core.spec import DTYPES, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
 from ...planning.configs.integer import INT8_EPS
@@ -66,6 +67,12 @@ def _plain_integers(w: QT) -> bool:
         spec.format.kind == "int" and spec.format is not TERNARY and isinstance(spec.scale, torch.dtype)
         and spec.offset is None and spec.mid == 0 and whole(w)
     )  # fmt: skip
+
+
+def _half_integers(w: QT) -> bool:
+    """Whole blocks of codes plus a half, with plain scales: integers with the zero point -1/2 in torchao."""
+    spec = w.spec
+    return spec.format in HALF_INTS and isinstance(spec.scale, torch.dtype) and spec.offset is None and whole(w)
 
 
 def _int8_activation(act: ActivationSpec | None) -> bool:
@@ -200,7 +207,8 @@ class IntxUnpackedToInt8Tensor(View):
 
     @staticmethod
     def holds(w: QT) -> bool:
-        return _plain_integers(w) and w.spec.format.lo < 0 and (w.act is None or _per_token(w.act, w.dtype))
+        stored = (_plain_integers(w) and w.spec.format.lo < 0) or _half_integers(w)
+        return stored and (w.act is None or _per_token(w.act, w.dtype))
 
     @classmethod
     def build(
@@ -222,8 +230,14 @@ class IntxUnpackedToInt8Tensor(View):
         if activation_quantization is not None:
             assert activation_quantization == _PER_TOKEN.value, f"unknown activation {activation_quantization!r}"
             act = ActivationSpec(QuantSpec(INT8, (-1,), dtype, zero_point=True))
-        half = 1 << (int(str(target_dtype).removeprefix("torch.int")) - 1)
-        return int_codes(qdata, scale, zero_point, block_size, dtype, -half, half - 1, act=act)
+        bits = int(str(target_dtype).removeprefix("torch.int"))
+        half = 1 << (bits - 1)
+        w = int_codes(qdata, scale, zero_point, block_size, dtype, -half, half - 1, act=act)
+        if zero_point.dtype is torch.int8 or zero_point.is_meta or not bool((zero_point == -0.5).all()):
+            return w
+        # As an offset scale / 2 the same numbers would be rounded twice.
+        spec = w.spec.with_(format=HALF_INTS[bits - 1], offset=None)
+        return QT(Parts((qdata + half).to(torch.uint8), w.parts.scale), spec, tuple(w.shape), dtype, act)
 
     @classmethod
     def from_hp(
@@ -260,9 +274,14 @@ class IntxUnpackedToInt8Tensor(View):
 
     @staticmethod
     def take(w: QT) -> dict[str, Any]:
+        codes, zero, bits = plain_codes(w), zero_points(w), w.spec.format.bits
+        if _half_integers(w):
+            scale = part(w, "scale")
+            assert scale is not None
+            codes, zero = (codes.int() - (1 << (bits - 1))).to(torch.int8), torch.full_like(scale, -0.5)
         return {
-            "qdata": plain_codes(w), "scale": part(w, "scale"), "zero_point": zero_points(w),
-            "target_dtype": getattr(torch, w.spec.format.name), "block_size": tuple(block_size(w)), "dtype": w.dtype,
+            "qdata": codes, "scale": part(w, "scale"), "zero_point": zero,
+            "target_dtype": getattr(torch, f"int{bits}"), "block_size": tuple(block_size(w)), "dtype": w.dtype,
             "activation_quantization": None if w.act is None else _PER_TOKEN,
         }  # fmt: skip
 

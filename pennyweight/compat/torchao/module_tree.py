@@ -52,6 +52,10 @@ _BLOCKWISE = "blockwise_float8.functions blockwise_float8.linear"
 _MOE = "moe_training.products moe_training.token_groups moe_training.config"
 _FLOAT8 = f"float8_training.config float8_training.layers {_FLOAT8_TENSOR} enums"
 _MX = "attributes"  # whose import gives tensors torchao's attributes
+_PARQ_QUANT = "parq.quantizers parq.least_squares parq.affine_quantizers parq.stretched_grid"
+_UINTX = "prototype_quantization.uintx_packed"
+_SPARSE = "sparse.api sparse.wanda sparse.supermask sparse.masks sparse.pruning"
+_PARQ = f"parq.optimizer parq.prox_maps {_PARQ_QUANT}"
 
 # Package of torchao, modules in it ("." is the package itself), files here with their names.
 _ROWS = (
@@ -105,6 +109,9 @@ _ROWS = (
     ("prototype.float8_opaque_tensor", ". float8_opaque_tensor inference_workflow", "float8_opaque.tensor"),
     ("prototype.float8nocompile", ".", ""),
     (
+        "prototype.quantization.float8_static_quant",
+        ". prototype_float8_tensor",
+        "prototype_quantization.float8_static",
         "prototype.mx_formats",
         ". inference_workflow mx_subclass",
         f"{_MX} mx.inference mx.training {_CONFIGS} {_MX_TENSORS} enums",
@@ -112,6 +119,8 @@ _ROWS = (
         "float8nocompile_linear float8nocompile_linear_utils float8nocompile_scaling_utils",
         "float8_training.nocompile",
     ),
+    ("prototype.quantization.int8_lut_tensor", ". int8_lut_tensor", "prototype_quantization.int8_lut"),
+    ("prototype.quantization.uintx", ". uintx_bit_packed_tensor", _UINTX),
     ("prototype.mx_formats", "config", f"{_MX} mx.checks mx.training mx.constants enums"),
     ("prototype.mx_formats", "constants", "mx.constants"),
     ("prototype.mx_formats", "custom_cast kernels", "mx.element_codes mx.conversion mx.scale_layout mx.constants"),
@@ -144,7 +153,6 @@ _ROWS = (
     ("prototype.hqq", ". mixed_mm", "hqq"),
     ("prototype.moe_quant", ". quantizable_moe_modules utils", "algorithms.moe_quant"),
     ("prototype.quant_logger", ". quant_logger", "algorithms.quant_logger"),
-    ("prototype.quantization", ". quant_api", _CONFIGS),
     ("prototype.quantization", "autoquant_v2", "algorithms.autoquant algorithms.autoquant_classes"),
     ("prototype.quantization.codebook", ". codebook_ops codebook_quantized_tensor", "algorithms.codebook"),
     (
@@ -153,6 +161,15 @@ _ROWS = (
         "algorithms.codebook_coreml",
     ),
     ("prototype.quantization.gguf", ". api gguf_quantized_tensor", "algorithms.gguf"),
+    ("prototype.parq", ".", f"{_PARQ} parq.param_groups"),
+    ("prototype.parq", "api", "parq.param_groups parq.optimizer"),
+    ("prototype.parq", "utils", "parq.prox_maps"),
+    ("prototype.parq.optim", ".", "parq.prox_maps parq.optimizer"),
+    ("prototype.parq.optim", "binarelax parq proxmap", "parq.prox_maps"),
+    ("prototype.parq.optim", "quantopt", "parq.optimizer"),
+    ("prototype.parq.quant", ". config_torchao lsbq quant_api quantizer uniform uniform_torchao", _PARQ_QUANT),
+    ("prototype.quantization", ". quant_api", f"prototype_quantization.float8_static {_UINTX} {_CONFIGS}"),
+    ("prototype.quantization.embedding", ". api", "prototype_quantization.embeddings"),
     ("prototype.quantization.int4", ".", f"{_CONFIGS} int8_float8_views int4_views"),
     ("prototype.quantization.int4", "inference_workflow", _CONFIGS),
     ("prototype.quantization.int4", "int4_opaque_tensor", "int8_float8_views int4_views"),
@@ -176,6 +193,34 @@ _ROWS = (
     ("quantization.GPTQ", ". GPTQ", f"{_GPTQ} linear_modules"),
     ("quantization", "autoquant", "algorithms.autoquant algorithms.autoquant_classes"),
     ("quantization", "transform_module", "quant_api"),
+    ("sparsity", ".", f"{_SPARSE} v0_8_configs"),
+    ("sparsity", "sparse_api", "sparse.api"),
+    ("sparsity", "blocksparse", "sparse.block_sparse"),
+    ("sparsity", "marlin utils", "sparse.masks sparse.wanda"),
+    ("sparsity", "supermask", "sparse.supermask"),
+    ("sparsity", "wanda", "sparse.wanda sparse.pruning"),
+    ("sparsity.training", ". autograd", "sparse.training"),
+    ("sparsity.prototype.superblock", ".", ""),
+    ("sparsity.prototype.superblock", "blocksparse", "sparse.block_sparse"),
+    ("sparsity.prototype.superblock", "supermask", "sparse.supermask"),
+    *(
+        row
+        for home in ("prototype.sparsity", "sparsity.prototype")
+        for row in (
+            (home, ".", "sparse.pruning"),
+            (f"{home}.scheduler", ". base_scheduler cubic_scheduler lambda_scheduler", "sparse.pruning"),
+            (
+                f"{home}.pruner",
+                ". FPGM_pruner base_structured_sparsifier lstm_saliency_pruner match_utils parametrization "
+                "prune_functions saliency_pruner",
+                "sparse.structured_pruning",
+            (
+                f"{home}.sparsifier",
+                ". base_sparsifier nearly_diagonal_sparsifier utils weight_norm_sparsifier",
+                "sparse.pruning",
+            ),
+        )
+            ),
     (
         "quantization",
         "dynamic_quant linear_activation_scale linear_activation_weight_observed_tensor subclass weight_only "

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 _QAT = "quantize_ with pennyweight.QATConfig, which accepts every config"
 _QAT_LAYER = "quantize_ with QATConfig: prepared layers keep their module"
-_SPARSE = "sparse weights are not supported; pennyweight.sparsify_ sets weights to zero, which quantize_ keeps at zero"
+_SPARSE = "sparse weights are stored dense: pennyweight.sparsify_ sets weights to zero, which quantize_ keeps at zero"
+_SCRIPTS = "torchvision's reference scripts, from which it was taken"
 _GPTQ = 'pennyweight.quantize_(model, config, calibration=batches, algorithm="gptq")'
 _SMOOTH = (
     'pennyweight.quantize_(model, Int8DynamicActivationInt8WeightConfig(), calibration=batches, algorithm="smooth")'
@@ -43,11 +44,7 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.profiler": ("0.8 and 0.9", "torch.profiler"),
     "prototype.quantization.codebook_groupwise": ("0.13 on", "pennyweight.CodebookWeightOnlyConfig finds codebooks by k-means"),
     "prototype.quantization.codebook_utils": ("0.13 on", "pennyweight.CodebookWeightOnlyConfig finds codebooks by k-means"),
-    "prototype.quantization.embedding": ("0.14 on", "IntxWeightOnlyConfig with a filter for nn.Embedding"),
-    "prototype.quantization.float8_static_quant": ("0.16 on", "Float8StaticActivationFloat8WeightConfig"),
-    "prototype.quantization.int8_lut_tensor": ("0.14 on", "Int8WeightOnlyConfig"),
     "prototype.quantization.subgraph_utils": ("0.8 to 0.16", "pennyweight.recommend"),
-    "prototype.quantization.uintx": ("0.17 on", "UIntXWeightOnlyConfig"),
     "prototype.splitk": ("0.4 to 0.9", "nothing: it was a GPU kernel"),
     "quantization.quantize_.int4_groupwise_preshuffle_tensor": ("0.12", f"{_GPU}Int4Tensor"),
     "testing.pt2e": ("0.11 on", "graphs are not annotated"),
@@ -66,14 +63,14 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.hqq.mixed_mm.triton_mixed_mm": ("0.2 on", "F.linear with a quantized weight: it was a GPU kernel"),
     "prototype.hqq.triton_mixed_mm": ("0.2 on", "F.linear with a quantized weight: it was a GPU kernel"),
     "prototype.moe_quant.llama4_quant": ("0.11 to 0.15", "MoEQuantConfig; it was a script that loads a model when imported"),
-    "prototype.parq": ("0.10 on", "pennyweight.optim.QuantOptimizer"),
     "prototype.pat": ("0.17 on", "pennyweight.optim.PruneOptimizer"),
     "prototype.quantization.module_swap": ("0.10 on", "quantize_, which keeps the modules"),
     "prototype.quantized_training": ("0.5 on", _TRAIN),
-    "prototype.sparsity": ("0.7 on", _SPARSE),
     "prototype.spinquant._hadamard_matrices.get_had156": ("0.7 on", "get_hadK(156 * 2**n) with n >= 1"),
     "prototype.spinquant._hadamard_matrices.get_had172": ("0.7 on", "get_hadK(172 * 2**n), which uses a larger matrix"),
     "prototype.spinquant._hadamard_matrices.get_had52": ("0.7 on", "get_hadK(52 * 2**n) with n >= 1"),
+    "prototype.sparsity.activation": ("0.10 to 0.15", "torch.nn.functional.relu(x) ** 2 and pennyweight.quantize_: its kernel was for one GPU"),
+    "prototype.sparsity.superblock": ("0.7 to 0.9", _SCRIPTS),
     "quantization.FbgemmConfig": ("0.12 and 0.13", "Int4WeightOnlyConfig or Float8DynamicActivationFloat8WeightConfig"),
     "quantization.Int4GroupwisePreshuffleTensor": ("0.12", f"{_GPU}Int4Tensor"),
     "quantization.marlin_qqq": ("0.7 to 0.15", "Int8DynamicActivationInt4WeightConfig"),
@@ -102,7 +99,8 @@ GONE: dict[str, tuple[str, str]] = {
     "quantization.quantize_.workflows.int4.int4_marlin_sparse_tensor": ("0.13 to 0.15", _SPARSE),
     "quantization.quantize_.workflows.intx.IntxUnpackedTensor": ("0.13", "IntxUnpackedToInt8Tensor"),
     "quantization.quantize_.workflows.intx.intx_unpacked_tensor": ("0.13", "IntxUnpackedToInt8Tensor"),
-    "sparsity": ("0.1 on", _SPARSE),
+    "sparsity.marlin.utils": ("0.7 to 0.15", f"{_GPU}Int4WeightOnlyConfig(layout=MarlinSparseLayout())"),
+    "sparsity.prototype.superblock.utils": ("0.7 to 0.9", _SCRIPTS),
     "swizzle": ("0.12 on", "nothing: it reordered weights for AMD GPUs"),
 }  # fmt: skip
 
@@ -144,6 +142,8 @@ BESIDES: dict[str, str] = {
     "prototype.mx_formats.nvfp4_tensor": _HANDLER,
     "prototype.quantization": "UIntXWeightOnlyConfig; Int8DynamicActivationIntxWeightConfig",
     "prototype.quantization.quant_api": "UIntXWeightOnlyConfig; Float8StaticActivationFloat8WeightConfig",
+    "sparsity.blocksparse": _HANDLER,
+    "sparsity.marlin": f"{_GPU}Int4WeightOnlyConfig(layout=MarlinSparseLayout())",
     "quantization.prototype.qat": _QAT_LAYER,
     "quantization.prototype.qat.embedding": _QAT_LAYER,
     "quantization.prototype.qat.linear": _QAT_LAYER,

@@ -1,28 +1,30 @@
 """Configs with the fields of all torchao releases: ours, plus legacy arguments.
 
-A ``layout`` requests a kernel. Here the kernel table selects it, so a layout is accepted if dense weights of this kind
-are supported, and rejected if it changes the values (sparse layouts). ``use_hqq`` selects our solver "hqq", whose
-offsets are not bit-equal to torchao's.
+A ``layout`` requests a kernel. Here the kernel table selects it. A layout of 2:4 sparse weights also has them pruned,
+by magnitude, before they are quantized; they are stored dense, with their zeros. ``use_hqq`` selects our solver "hqq",
+whose offsets are not bit-equal to torchao's.
 """
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, replace
+import functools
+import warnings
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ...core.formats import INT4, INT8, UINT4
-from ...core.spec import QuantSpec
+from ...core.spec import ActivationSpec, QuantSpec
 from ...planning import configs as ours
-from ...planning.configs.base import activation, as_format, number, pair
+from ...planning.configs.base import activation, as_format, number, pair, require_float8
 from ...planning.configs.integer import INT8_EPS
 from ...planning.granularity import Granularity, MappingType, PerGroup, PerRow, PerToken
 from ...planning.parameters import Site
 from ...planning.scheme import Scheme
 from .enums import ZeroPointDomain
 from .int8_float8_views import QuantizeTensorToInt8Kwargs
-from .v0_8_layouts import Layout, _Sparse
+from .v0_8_layouts import CutlassSemiSparseLayout, Layout, MarlinSparseLayout, SemiSparseLayout
 
 __all__ = [
     "Float8DynamicActivationFloat8SemiSparseWeightConfig", "GemliteUIntXWeightOnlyConfig",
@@ -35,13 +37,31 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _dense(owner: Any, layout: Any) -> None:
+def _check_layout(owner: Any, layout: Any) -> None:
     if layout is None:
         return
     if not isinstance(layout, Layout):
         raise ValueError(f"{type(owner).__name__}: layout must be a Layout such as PlainLayout(), got {layout!r}")
-    if isinstance(layout, _Sparse):
-        raise NotImplementedError(f"{type(owner).__name__}: sparse weights ({layout}) are not supported; omit layout")
+
+
+def _prune(owner: Any, found: Scheme, site: Site) -> Scheme:
+    """The scheme, pruned as the layout of its config asks. Raises ValueError if the pattern does not divide the row."""
+    pattern = getattr(owner.layout, "sparsity", "")
+    if not pattern:
+        return found
+    if site.shape[-1] % 4:
+        raise ValueError(f"{site.name}: {pattern} sparsity needs rows of a multiple of 4 inputs, not {site.shape[-1]}")
+    stored_dense(type(owner).__name__)
+    return replace(found, sparsity=pattern)
+
+
+@functools.cache
+def stored_dense(owner: str) -> None:
+    """Warn, once for each name, that sparse weights take as much memory and time as dense ones."""
+    warnings.warn(
+        f"{owner}: weights are pruned 2:4 and stored dense, with their zeros; only some GPUs multiply them faster",
+        UserWarning, stacklevel=2,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,7 +73,10 @@ class _WithLayout:
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
-        _dense(self, self.layout)
+        _check_layout(self, self.layout)
+
+    def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
+        return _prune(self, super().scheme(site, on_indivisible), site)  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -72,11 +95,15 @@ class Int4WeightOnlyConfig(ours.Int4WeightOnlyConfig):
             object.__setattr__(self, "layout", self.set_inductor_config)
             object.__setattr__(self, "set_inductor_config", True)
         super().__post_init__()
-        _dense(self, self.layout)
+        _check_layout(self, self.layout)
         if self.use_hqq and self.zero_point_domain is ZeroPointDomain.INT:
             raise ValueError("Int4WeightOnlyConfig: use_hqq=True needs zero_point_domain FLOAT")
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
+        if isinstance(self.layout, MarlinSparseLayout):
+            granularity = PerRow() if self.group_size >= site.shape[-1] else PerGroup(self.group_size)
+            spec = QuantSpec(UINT4, site.block(granularity, on_indivisible), site.dtype, mid=8)
+            return _prune(self, Scheme(spec, rule="symmetric", eps=1e-6), site)
         if self.zero_point_domain is not ZeroPointDomain.INT:
             found = super().scheme(site, on_indivisible)
             return replace(found, solver="hqq") if self.use_hqq else found
@@ -131,7 +158,7 @@ class Int8DynamicActivationInt4WeightConfig(ours.Int8DynamicActivationInt4Weight
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _dense(self, self.layout)
+        _check_layout(self, self.layout)
 
 
 @dataclass(frozen=True)
@@ -154,7 +181,7 @@ class Int4DynamicActivationInt4WeightConfig(ours.AOBaseConfig):
     set_inductor_config: bool = True
 
     def __post_init__(self) -> None:
-        _dense(self, self.layout)
+        _check_layout(self, self.layout)
         if {self.mapping_type, self.act_mapping_type} != {MappingType.SYMMETRIC}:
             raise NotImplementedError("Only mapping_type=SYMMETRIC and act_mapping_type=SYMMETRIC are supported")
 
@@ -195,21 +222,25 @@ class PrototypeInt4WeightOnlyConfig(ours.Int4WeightOnlyConfig):
 
 @dataclass(frozen=True)
 class Float8DynamicActivationFloat8SemiSparseWeightConfig(ours.AOBaseConfig):
-    """2:4 sparse float8 weights; not supported."""
+    """float8 weights pruned 2:4, with a scale per output channel; float8 activations with a scale per token."""
 
-    layout: Any = None
+    layout: Any = field(default_factory=CutlassSemiSparseLayout)
     activation_dtype: Any = torch.float8_e5m2
     weight_dtype: Any = torch.float8_e4m3fn
 
     def __post_init__(self) -> None:
-        raise NotImplementedError(
-            "sparse float8 weights are not supported; use Float8DynamicActivationFloat8WeightConfig"
-        )
+        if not isinstance(self.layout, CutlassSemiSparseLayout):
+            raise NotImplementedError(f"Only CutlassSemiSparseLayout layout is supported. Received {self.layout}.")
+        require_float8(type(self).__name__, self.weight_dtype, self.activation_dtype)
+
+    def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
+        act = ActivationSpec(QuantSpec(as_format(self.activation_dtype), site.activation_block(PerRow())))
+        return _prune(self, Scheme(QuantSpec(as_format(self.weight_dtype), site.block(PerRow())), act), site)
 
 
 def int8_dynamic_activation_int8_semi_sparse_weight() -> Any:
-    """Sparse weights; not supported."""
-    raise NotImplementedError("2:4 sparse int8 weights are not supported; use int8_dynamic_activation_int8_weight()")
+    """int8 weights pruned 2:4, with int8 activations per token."""
+    return Int8DynamicActivationInt8WeightConfig(layout=SemiSparseLayout())
 
 
 int4_weight_only = Int4WeightOnlyConfig

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...algorithms.sparsify import prune
 from ...core.formats import E4M3, E5M2
 from ...core.tensor import AffineQuantizedTensor, PlainView
 from .class_view import Shell, ShellMeta
@@ -150,11 +151,14 @@ class Layout:
         return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
 
 
-class _Sparse(Layout):
+class _Sparse2to4(Layout):
+    """Weights with two zeros in every four inputs. Here they are stored dense, with their zeros."""
+
+    sparsity = "2:4"
+
     def pre_process(self, input: Tensor) -> Tensor:
-        raise NotImplementedError(
-            f"{type(self).__name__}: sparse weights are not supported; quantize the dense weight with PlainLayout()"
-        )
+        """A copy of the weight whose two smallest magnitudes of every four inputs are zero."""
+        return prune(input.detach(), self.sparsity)
 
 
 def _layout(name: str, doc: str, *members: Any, base: type = Layout) -> Any:
@@ -187,11 +191,11 @@ PackedLinearInt8DynamicActivationIntxWeightLayout = _layout(
     ("target", Any, "auto"),
 )  # fmt: skip
 MarlinQQQLayout = _layout("MarlinQQQLayout", "4-bit weights with 8-bit activations for Marlin.")
-MarlinSparseLayout = _layout("MarlinSparseLayout", "2:4 sparse 4-bit weights; not supported.", base=_Sparse)
-SemiSparseLayout = _layout("SemiSparseLayout", "2:4 sparse 8-bit weights; not supported.", base=_Sparse)
-CutlassSemiSparseLayout = _layout("CutlassSemiSparseLayout", "2:4 sparse float8 weights; not supported.", base=_Sparse)
+MarlinSparseLayout = _layout("MarlinSparseLayout", "2:4 sparse 4-bit weights, symmetric.", base=_Sparse2to4)
+SemiSparseLayout = _layout("SemiSparseLayout", "2:4 sparse 8-bit weights.", base=_Sparse2to4)
+CutlassSemiSparseLayout = _layout("CutlassSemiSparseLayout", "2:4 sparse float8 weights.", base=_Sparse2to4)
 BlockSparseLayout = _layout(
-    "BlockSparseLayout", "Block-sparse 8-bit weights; not supported.", ("blocksize", int, 64), base=_Sparse
+    "BlockSparseLayout", "8-bit weights without their blocks of zeros; here stored dense.", ("blocksize", int, 64)
 )
 
 

@@ -21,6 +21,9 @@ from pennyweight.compat.torchao.config_json import (
     register_config_type,
 )
 from pennyweight.compat.torchao.mx import inference, training
+from pennyweight.compat.torchao.parq import stretched_grid
+from pennyweight.compat.torchao.prototype_quantization import float8_static, uintx_packed
+from pennyweight.compat.torchao.sparse import api as sparse_api
 from pennyweight.planning import configs
 from pennyweight.planning.configs import AOBaseConfig
 
@@ -31,14 +34,18 @@ CASES = {
     for call, stored in json.loads((GOLDEN / f"torchao_configs_{release}.json").read_text())["cases"].items()
 }
 NAMES = {name: getattr(pw, name) for name in pw.__all__}
-for module in (enums, v0_8_configs, v0_8_layouts, inference, training):
+for module in (enums, v0_8_configs, v0_8_layouts, float8_static, inference, training):
     NAMES |= {name: getattr(module, name) for name in module.__all__}
 NAMES["torch"] = torch
+CONFIGS = {
+    "BlockSparseWeightConfig": sparse_api, "SemiSparseWeightConfig": sparse_api,
+    "StretchedIntxWeightConfig": stretched_grid, "UIntxWeightOnlyConfig": uintx_packed,
+    "Int8DynamicActivationUIntxWeightConfig": uintx_packed,
+}  # fmt: skip
+NAMES |= {name: getattr(module, name) for name, module in CONFIGS.items()}
 # torchao's configs that this package lacks, or refuses a field of: what the error names
 REFUSED = {
-    "BlockSparseWeightConfig(blocksize=64)": "find class BlockSparseWeightConfig",
     "FbgemmConfig(torch.bfloat16, torch.int4, torch.bfloat16, [1, 1, 256])": "find class FbgemmConfig",
-    "Int8DynamicActivationInt8WeightConfig(layout=SemiSparseLayout())": r"sparse weights \(SemiSparseLayout",
 }
 # fields that torchao's constructor fills in, and ours leave as they were given
 FILLED = {
@@ -111,6 +118,12 @@ def test_what_ours_lack_is_named(release: str, call: str) -> None:
 ROUND_TRIPS = [
     *sorted({call for _, call in CASES if call not in REFUSED}),
     'UIntXWeightOnlyConfig(dtype="uint2")',
+    "SemiSparseWeightConfig()",
+    "UIntxWeightOnlyConfig(64)",
+    "Int8DynamicActivationUIntxWeightConfig(None, 8)",
+    'Float8StaticActivationFloat8WeightConfig(step="convert", quantize_and_dequantize_output=True)',
+    "StretchedIntxWeightConfig(PerGroup(32), b=3)",
+    "Float8DynamicActivationFloat8SemiSparseWeightConfig()",
     'MXWeightOnlyConfig("e3m2", scaling_mode="even")',
     "NF4WeightOnlyConfig(32, double_quant=False)",
     "CodebookWeightOnlyConfig(3, 2, group_size=16)",
@@ -149,8 +162,7 @@ def test_ours_come_back(call: str) -> None:
 def test_every_config_of_ours_is_written_and_read() -> None:
     known = {name: v for name, v in config_json._known().items() if issubclass(v, AOBaseConfig)}
     tried = {type(ours(call)) for call in ROUND_TRIPS}
-    refused = {v0_8_configs.Float8DynamicActivationFloat8SemiSparseWeightConfig}
-    assert {cls.__name__ for cls in {*known.values()} - tried - refused} == set()
+    assert {cls.__name__ for cls in {*known.values()} - tried} == set()
 
 
 def test_an_int4_config_that_torchao_cannot_read_says_its_group() -> None:

@@ -216,11 +216,11 @@ def test_errors_of_the_constructors() -> None:
         to_affine_quantized_intx(x, SYM, (1, 32), torch.int8, -200, 127)
     with pytest.raises((AssertionError, RuntimeError)):
         to_affine_quantized_intx(x, SYM, (1, 5), torch.int8)
-    for layout in (SemiSparseLayout(), BlockSparseLayout()):
-        with pytest.raises(NotImplementedError, match="sparse weights"):
-            to_affine_quantized_intx(x, SYM, (1, 32), torch.int8, _layout=layout)
-        with pytest.raises(NotImplementedError, match="sparse weights"):
-            int8_dynamic_activation_int8_weight(layout=layout)
+    for layout in (SemiSparseLayout(), BlockSparseLayout()):  # pruned or not, the values are stored dense
+        w = to_affine_quantized_intx(x, SYM, (1, 32), torch.int8, _layout=layout)
+        plain = to_affine_quantized_intx(layout.pre_process(x), SYM, (1, 32), torch.int8)
+        assert torch.equal(w.dequantize(), plain.dequantize())
+        assert int8_dynamic_activation_int8_weight(layout=layout).layout == layout
     with pytest.raises(ValueError, match="use_hqq=True needs zero_point_domain FLOAT"):
         Int4WeightOnlyConfig(use_hqq=True, zero_point_domain=ZeroPointDomain.INT)
 

@@ -1,0 +1,1 @@
+"""torchao.prototype.parq: training whose weights move gradually onto a quantization grid."""

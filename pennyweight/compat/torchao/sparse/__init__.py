@@ -1,0 +1,1 @@
+"""torchao.sparsity and torchao.prototype.sparsity: masks, pruning, block-sparse weights."""
