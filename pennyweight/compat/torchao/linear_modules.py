@@ -21,7 +21,8 @@ from .int4_views import packed_by_aten
 
 __all__ = [
     "Int4WeightOnlyQuantizer", "Int8DynActInt4WeightLinear", "Int8DynActInt4WeightQuantizer", "Quantizer",
-    "TwoStepQuantizer", "WeightOnlyInt4Linear", "_is_linear", "_replace_with_custom_fn_if_matches_filter",
+    "TwoStepQuantizer", "WeightOnlyInt4Linear", "_check_linear_int4_k", "_is_linear", "_replace_linear_8da4w",
+    "_replace_linear_int4", "_replace_with_custom_fn_if_matches_filter",
     "linear_forward_8da4w", "linear_forward_int4", "replace_linear_8da4w", "replace_linear_int4",
 ]  # fmt: skip
 _PER_TOKEN = ActivationSpec(QuantSpec(INT8, (-1,), zero_point=True), "dynamic", None, INT8_EPS)
@@ -70,7 +71,7 @@ class TwoStepQuantizer:
         raise NotImplementedError
 
 
-def _fits(k: int, groupsize: int = 1, inner_k_tiles: int | None = None) -> bool:
+def _check_linear_int4_k(k: int, groupsize: int = 1, inner_k_tiles: int | None = None) -> bool:
     """Whether torchao supports this K unchanged: whole groups, and whole tiles of 16 rows if there are tiles."""
     return k % groupsize == 0 and (inner_k_tiles is None or k % (inner_k_tiles * 16) == 0)
 
@@ -185,17 +186,17 @@ class WeightOnlyInt4Linear(_Buffers):
         assert not bias, "require bias=False"
         if dtype is not None:
             raise ValueError("Please specify 'precision' instead of 'dtype'")
-        if torch.device(device or "cpu").type != "cpu":
+        if torch.device(device or "cpu").type not in ("cpu", "meta"):
             raise NotImplementedError(f"WeightOnlyInt4Linear on {device}: CPU only; use Int4WeightOnlyConfig()")
         self.origin_in_features = in_features
-        self.padding = not _fits(in_features, groupsize, inner_k_tiles)
+        self.padding = not _check_linear_int4_k(in_features, groupsize, inner_k_tiles)
         in_features = -(-in_features // 1024) * 1024 if self.padding else in_features
         assert out_features % 8 == 0, "require out_features % 8 == 0"
         self.in_features, self.out_features, self.groupsize = in_features, out_features, groupsize
         self.inner_k_tiles, self.precision, self.scales_precision = inner_k_tiles, precision, scales_precision
-        self.register_buffer("weight", torch.zeros((out_features, in_features // 2), dtype=torch.uint8))
+        self.register_buffer("weight", torch.zeros((out_features, in_features // 2), dtype=torch.uint8, device=device))
         shape = (in_features // groupsize, out_features, 2)
-        self.register_buffer("scales_and_zeros", torch.zeros(shape, dtype=scales_precision))
+        self.register_buffer("scales_and_zeros", torch.zeros(shape, dtype=scales_precision, device=device))
 
     def _make(self) -> Tensor:
         shape = (self.out_features, self.in_features)
@@ -237,7 +238,8 @@ class Int4WeightOnlyQuantizer(Quantizer):
         def swap(old: Any) -> nn.Module:
             if old.bias is not None:
                 return old
-            if not _fits(old.in_features, self.groupsize, self.inner_k_tiles) and not self.padding_allowed:
+            fits = _check_linear_int4_k(old.in_features, self.groupsize, self.inner_k_tiles)
+            if not fits and not self.padding_allowed:
                 warnings.warn(
                     f"a layer of {old.in_features} inputs is not quantized: not whole groups of {self.groupsize} "
                     f"in tiles of {self.inner_k_tiles} times 16; padding_allowed=True pads them",
@@ -262,29 +264,75 @@ def _swap_linear(model: nn.Module, swap: Any) -> nn.Module:
     return _replace_with_custom_fn_if_matches_filter(model, swap, lambda m, fqn: type(m) is nn.Linear)
 
 
+def _replace_linear_8da4w(
+    module: nn.Module, groupsize: int, padding_allowed: bool, precision: torch.dtype, scales_precision: torch.dtype,
+    linear_class: type[nn.Module], copy_weights: bool = False,
+) -> None:  # fmt: skip
+    """Replace the linear layers in ``module`` by layers of ``linear_class``, those whose inputs are whole groups.
+
+    padding_allowed  replace the others too; a class that does not pad raises for them
+    copy_weights     whether the new layers take the parameters of the old ones; never on the meta device
+    """
+
+    def fits(child: Any, fqn: str) -> bool:
+        return isinstance(child, nn.Linear) and (
+            padding_allowed or _check_linear_int4_k(child.in_features, groupsize)
+        )  # fmt: skip
+
+    def swap(old: Any) -> nn.Module:
+        new: Any = linear_class(
+            old.in_features, old.out_features, bias=old.bias is not None, device=old.weight.device,
+            groupsize=groupsize, precision=precision, scales_precision=scales_precision,
+        )  # fmt: skip
+        if copy_weights and not old.weight.is_meta:
+            new.weight, new.bias = old.weight, old.bias
+        return new.train(old.training)
+
+    _replace_with_custom_fn_if_matches_filter(module, swap, fits)
+
+
 def replace_linear_8da4w(
     module: nn.Module, groupsize: int, padding_allowed: bool, precision: torch.dtype, scales_precision: torch.dtype
 ) -> None:
     """Empty :class:`Int8DynActInt4WeightLinear` layers, to load a state dict into."""
+    _replace_linear_8da4w(
+        module, groupsize, padding_allowed, precision, scales_precision, Int8DynActInt4WeightLinear
+    )  # fmt: skip
+
+
+def _replace_linear_int4(
+    module: nn.Module, groupsize: int, inner_k_tiles: int | None, padding_allowed: bool,
+    skip_layer_func: Callable[[Tensor], bool] | None = None, precision: torch.dtype = torch.bfloat16,
+    scales_precision: torch.dtype = torch.bfloat16, linear_class: type[nn.Module] = WeightOnlyInt4Linear,
+    copy_weights: bool = False,
+) -> None:  # fmt: skip
+    """As :func:`_replace_linear_8da4w`, for layers without bias of whole groups and whole tiles of 16 x inner_k_tiles.
+
+    skip_layer_func  weight -> whether to leave its layer alone
+    """
+
+    def fits(child: Any, fqn: str) -> bool:
+        return (
+            isinstance(child, nn.Linear)
+            and child.bias is None
+            and not (skip_layer_func is not None and skip_layer_func(child.weight))
+            and (padding_allowed or _check_linear_int4_k(child.in_features, groupsize, inner_k_tiles))
+        )
 
     def swap(old: Any) -> nn.Module:
-        return Int8DynActInt4WeightLinear(
-            old.in_features, old.out_features, old.bias is not None, old.weight.device, None, groupsize, precision,
-            scales_precision,
+        new: Any = linear_class(
+            old.in_features, old.out_features, bias=False, device=old.weight.device, groupsize=groupsize,
+            inner_k_tiles=inner_k_tiles, precision=precision, scales_precision=scales_precision,
         )  # fmt: skip
+        if copy_weights and not old.weight.is_meta:
+            new.weight = old.weight
+        return new.train(old.training)
 
-    _swap_linear(module, swap)
+    _replace_with_custom_fn_if_matches_filter(module, swap, fits)
 
 
 def replace_linear_int4(
     module: nn.Module, groupsize: int, inner_k_tiles: int, padding_allowed: bool, skip_layer_func: Any = None
 ) -> None:
     """Empty :class:`WeightOnlyInt4Linear` layers, to load a state dict into."""
-
-    def swap(old: Any) -> nn.Module:
-        fits = padding_allowed or _fits(old.in_features, groupsize, inner_k_tiles)
-        if not fits or (skip_layer_func is not None and skip_layer_func(old.weight)):
-            return old
-        return WeightOnlyInt4Linear(old.in_features, old.out_features, False, None, None, groupsize, inner_k_tiles)
-
-    _swap_linear(module, swap)
+    _replace_linear_int4(module, groupsize, inner_k_tiles, padding_allowed, skip_layer_func)

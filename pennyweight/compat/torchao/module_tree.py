@@ -42,7 +42,8 @@ _CONFIGS = "v0_8_configs @configs"
 _PRIMITIVES = "primitives format_primitives hqq qparams enums"
 _TENSORS = "int8_float8_views int4_views block_views"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
-_QAT = "qat_configs qat_modules"
+_QAT_CONFIGS = "qat.configs qat.fake_quantize_configs"
+_QAT = f"{_QAT_CONFIGS} qat.fake_quantizers qat.linear qat.embedding qat.quantizers qat.steps"
 
 # Package of torchao, modules in it ("." is the package itself), files here with their names.
 _ROWS = (
@@ -87,7 +88,11 @@ _ROWS = (
     ("prototype.quantized_training", ". bitnet int8 int8_mixed_precision", "training"),
     ("prototype.safetensors", ".", ""),
     ("prototype.safetensors", "safetensors_support safetensors_utils", "safetensors_state"),
-    ("quantization", ".", f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights int8_matmul base_tensor qat_configs"),
+    (
+        "quantization",
+        ".",
+        f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights int8_matmul base_tensor {_QAT_CONFIGS}",
+    ),
     ("quantization", "autoquant transform_module", "quant_api"),
     (
         "quantization",
@@ -99,14 +104,18 @@ _ROWS = (
     ("quantization", "linear_activation_quantized_tensor", "v0_8_aqt"),
     ("quantization", "linear_quant_modules unified", "linear_modules"),
     ("quantization", "observer", "observers"),
-    ("quantization", "quant_api", f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights qat_configs"),
+    ("quantization", "quant_api", f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights {_QAT_CONFIGS}"),
     ("quantization", "quant_primitives", _PRIMITIVES),
     ("quantization", "utils", "groupwise int8_matmul tools qparams"),
     ("prototype.tensor_conversion", ".", ""),
     ("prototype.tensor_conversion", "api", "hardware"),
     ("quantization.prototype", ".", ""),
     ("quantization.prototype.qat", ". api embedding fake_quantizer linear", _QAT),
+    ("quantization.prototype.qat", "_module_swap_api", "qat.module_swap"),
+    ("quantization.prototype.qat", "affine_fake_quantized_tensor", "qat.fake_quantized_tensor"),
     ("quantization.qat", ". api embedding fake_quantize_config fake_quantizer linear two_step_quantizer", _QAT),
+    ("quantization.qat", "affine_fake_quantized_tensor", "qat.fake_quantized_tensor"),
+    ("quantization.qat", "utils", "qat.functions"),
     ("quantization.quantize_", ".", ""),
     ("quantization.quantize_.common", ".", f"enums {_TENSORS}"),
     ("quantization.quantize_.common", "kernel_preference packing_format quantization_step", "enums"),

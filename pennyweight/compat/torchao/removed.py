@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 _QAT = "quantize_ with pennyweight.QATConfig, which accepts every config"
-_QAT_LAYER = "quantize_ with QATConfig: prepared layers keep their module"
 _SPARSE = "sparse weights are not supported; pennyweight.sparsify_ sets weights to zero, which quantize_ keeps at zero"
 _GPTQ = 'pennyweight.quantize_(model, config, calibration=batches, algorithm="gptq")'
 _SMOOTH = (
@@ -103,10 +102,7 @@ GONE: dict[str, tuple[str, str]] = {
     "quantization.SmoothFakeDynamicallyQuantizedLinear": ("0.1 to 0.15", _SMOOTH),
     "quantization.get_scale": ("0.1 to 0.15", _SMOOTH),
     "quantization.marlin_qqq": ("0.7 to 0.15", "Int8DynamicActivationInt4WeightConfig"),
-    "quantization.prototype.qat._module_swap_api": ("0.7 on", _QAT),
-    "quantization.prototype.qat.affine_fake_quantized_tensor": ("0.7 on", _QAT),
     "quantization.pt2e": ("0.11 on", "quantize the weights with quantize_ and export that; graphs are not annotated"),
-    "quantization.qat.affine_fake_quantized_tensor": ("0.7 to 0.15", _QAT),
     "quantization.set_smooth_fq_attribute": ("0.1 to 0.15", _SMOOTH),
     "quantization.smooth_fq_linear_to_inference": ("0.1 to 0.15", _SMOOTH),
     "quantization.smoothquant": ("0.1 to 0.15", _SMOOTH),
@@ -183,12 +179,6 @@ BESIDES: dict[str, str] = {
     "prototype.quantization": "UIntXWeightOnlyConfig; Int8DynamicActivationIntxWeightConfig",
     "prototype.quantization.quant_api": "UIntXWeightOnlyConfig; Float8StaticActivationFloat8WeightConfig",
     "quantization.autoquant": "candidates=[...] of pennyweight.recommend",
-    "quantization.prototype.qat": _QAT_LAYER,
-    "quantization.prototype.qat.embedding": _QAT_LAYER,
-    "quantization.prototype.qat.linear": _QAT_LAYER,
-    "quantization.qat": _QAT_LAYER,
-    "quantization.qat.embedding": _QAT_LAYER,
-    "quantization.qat.linear": _QAT_LAYER,
     "quantization.quant_api": "register_quantize_module_handler",
     "quantization.quantize_": "Int4Tensor",
     "quantization.quantize_.common": _SMOOTH,
