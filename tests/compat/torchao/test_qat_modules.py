@@ -466,3 +466,29 @@ def test_fake_quantized_tensor_trains() -> None:
     assert torch.equal(other.weight.original_tensor, layer.weight)
     saved = copy.deepcopy(other)
     assert torch.equal(saved(x), other(x))
+
+
+# -- ExecuTorch --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_converted_weights_are_those_of_the_ops_of_executorch() -> None:
+    from pennyweight.compat.torchao import _executorch_ops as ops
+
+    layer = Int8DynActInt4WeightQATLinear(64, 8, groupsize=32)
+    new = Int8DynActInt4WeightQATQuantizer(32).convert(nn.Sequential(copy.deepcopy(layer)))[0]
+    codes = ops._quantized_decomposed_quantize_per_channel_group_wrapper(
+        layer.weight, new.scales, new.zeros, -8, 7, torch.int8, 32
+    )
+    assert torch.equal(new.weight, codes)
+    values = ops._quantized_decomposed_dequantize_per_channel_group_wrapper(
+        codes, new.scales, new.zeros, -8, 7, torch.int8, 32, torch.float32
+    )
+    assert torch.equal(values, layer.weight_fake_quantizer(layer.weight))
+    x = torch.randn(3, 64)
+    scale, zero = ops._quantized_decomposed_choose_qparams_per_token_asymmetric_wrapper(x, torch.int8)
+    codes = ops._quantized_decomposed_quantize_per_token_wrapper(x, scale, zero, -128, 127, torch.int8)
+    values = ops._quantized_decomposed_dequantize_per_token_wrapper(
+        codes, scale, zero, -128, 127, torch.int8, torch.float32
+    )
+    torch.testing.assert_close(values, layer.activation_fake_quantizer(x))
