@@ -16,6 +16,7 @@ from ...core.tensor import AffineQuantizedTensor
 from ...planning.configs.integer import INT8_EPS
 from ...planning.granularity import MappingType
 from .class_view import int_codes, ready
+from .exported_ops import define, fake_quantized_tokens, int4_values, is_exported
 from .groupwise import group_quantize_tensor_symmetric, groupwise_affine_quantize_tensor
 from .int4_views import packed_by_aten
 
@@ -81,6 +82,10 @@ class _Buffers(nn.Module):
 
     _made: tuple[Any, Tensor] | None = None
 
+    def __init__(self) -> None:
+        super().__init__()
+        define()
+
     def _make(self) -> Tensor:
         raise NotImplementedError
 
@@ -92,6 +97,10 @@ class _Buffers(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_made": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        define()
 
 
 class Int8DynActInt4WeightLinear(_Buffers):
@@ -127,7 +136,11 @@ class Int8DynActInt4WeightLinear(_Buffers):
         )  # fmt: skip
 
     def forward(self, input: Tensor) -> Tensor:
-        """input [.., in] -> [.., out] in ``precision``."""
+        """input [.., in] -> [.., out] in ``precision``; an exported graph has torchao's ops instead of the kernel."""
+        if is_exported(self.weight):
+            x = fake_quantized_tokens(input.to(self.precision))
+            w = int4_values(self.weight, self.scales, self.zeros, self.groupsize, self.precision)
+            return F.linear(x, w, self.bias)
         return F.linear(input.to(self.precision), self._weight(), self.bias)
 
 
@@ -206,6 +219,11 @@ class WeightOnlyInt4Linear(_Buffers):
         """input [.., in] -> [.., out]."""
         if self.padding:
             input = F.pad(input, (0, self.in_features - self.origin_in_features))
+        if is_exported(self.weight):
+            x = input.to(self.precision).reshape(-1, self.in_features)
+            both = self.scales_and_zeros.to(self.scales_precision)
+            y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.weight, self.groupsize, both)
+            return y.reshape(*input.shape[:-1], self.out_features).to(input.dtype)
         return F.linear(input.to(self.precision), self._weight()).to(input.dtype)
 
 

@@ -492,3 +492,48 @@ def test_converted_weights_are_those_of_the_ops_of_executorch() -> None:
         codes, scale, zero, -128, 127, torch.int8, torch.float32
     )
     torch.testing.assert_close(values, layer.activation_fake_quantizer(x))
+
+
+def exported(module: nn.Module, *inputs: Tensor, strict: bool = False) -> tuple[list[str], nn.Module]:
+    """The calls of a graph without assertions about dtypes, and the graph."""
+    program = torch.export.export(module.eval(), inputs, strict=strict)
+    calls = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+    told = {"aten._assert_tensor_metadata.default", "aten.to.dtype", "<built-in function getitem>"}
+    return [c for c in calls if c not in told], program.module()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("strict", [False, True])
+def test_converted_layers_export_to_torchao_ops(strict: bool) -> None:
+    model = Int8DynActInt4WeightQATQuantizer(32).convert(
+        nn.Sequential(Int8DynActInt4WeightQATLinear(64, 8, True, groupsize=32))
+    )
+    x = torch.randn(2, 3, 64)
+    calls, graph = exported(model, x, strict=strict)
+    ops = ["choose_qparams_affine", "quantize_affine", "dequantize_affine", "dequantize_affine"]
+    assert calls == [*(f"torchao.{op}.default" for op in ops), "aten.linear.default"]
+    torch.testing.assert_close(graph(x), model(x), rtol=1e-5, atol=1e-5)
+    table = Int4WeightOnlyEmbeddingQATQuantizer().convert(
+        nn.Sequential(Int4WeightOnlyQATEmbedding(16, 32, group_size=16))
+    )
+    ids = torch.tensor([[1, 15]])
+    calls, graph = exported(table, ids, strict=strict)
+    assert calls == ["torchao.dequantize_affine.default", "aten.embedding.default"]
+    assert torch.equal(graph(ids), table(ids))
+    four = Int4WeightOnlyQATQuantizer(32, 2).convert(
+        nn.Sequential(Int4WeightOnlyQATLinear(64, 16, groupsize=32, inner_k_tiles=2))
+    )
+    x = torch.randn(2, 3, 64, dtype=torch.bfloat16)
+    calls, graph = exported(four, x, strict=strict)
+    assert "aten._weight_int4pack_mm_for_cpu.default" in calls
+    torch.testing.assert_close(graph(x), four(x), rtol=3e-2, atol=3e-2)
+
+
+def test_layers_loaded_from_pickles_export() -> None:
+    model = nn.Sequential(Int8DynActInt4WeightLinear(64, 8, groupsize=32))
+    model[0].scales.fill_(0.1)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    calls, _ = exported(torch.load(file, weights_only=False), torch.randn(2, 64))
+    assert calls[-1] == "aten.linear.default"

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..enums import TorchAODType
+from ..exported_ops import define, int4_values, is_exported
 from ..primitives import dequantize_affine
 from .deployment import DeployedTable, Deployment, applies, deployment, spec_config
 from .fake_quantize_configs import FakeQuantizeConfigBase, IntxFakeQuantizeConfig
@@ -127,6 +128,7 @@ class Int4WeightOnlyEmbedding(nn.Module):
         device: Any = None, output_dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         super().__init__()
+        define()
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
         self.max_norm, self.norm_type = max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
@@ -139,7 +141,13 @@ class Int4WeightOnlyEmbedding(nn.Module):
         self.register_buffer("zero_point", torch.zeros(groups, dtype=zero_point_precision, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..] of row numbers -> [.., dim]. Rows longer than ``max_norm`` are scaled to it."""
+        """x [..] of row numbers -> [.., dim]. Rows longer than ``max_norm`` are scaled to it.
+
+        An exported graph has torchao's op, on the whole table, as ExecuTorch expects it.
+        """
+        if is_exported(self.weight) and self.max_norm is None:
+            table = int4_values(self.weight, self.scale, self.zero_point, self.group_size, self.output_dtype)
+            return F.embedding(x, table, self.padding_idx)
         rows = x.reshape(-1)
         scale, zero = F.embedding(rows, self.scale), F.embedding(rows, self.zero_point)
         low, high = _get_qmin_qmax(self.bit_width)
@@ -151,3 +159,7 @@ class Int4WeightOnlyEmbedding(nn.Module):
             norm = torch.linalg.vector_norm(y, self.norm_type, -1, keepdim=True)
             y = torch.where(norm > self.max_norm, y * (self.max_norm / (norm + 1e-7)), y)
         return y.reshape(*x.shape, self.embedding_dim)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        define()
