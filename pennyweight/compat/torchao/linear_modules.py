@@ -16,6 +16,7 @@ from ...core.tensor import AffineQuantizedTensor
 from ...planning.configs.integer import INT8_EPS
 from ...planning.granularity import MappingType
 from .class_view import PRE_SCALED, int_codes, ready
+from .exported_ops import define, fake_quantized_tokens, int4_values, is_exported
 from .groupwise import group_quantize_tensor_symmetric, groupwise_affine_quantize_tensor
 from .int4_views import packed_by_aten
 
@@ -81,6 +82,10 @@ class _Buffers(nn.Module):
 
     _made: tuple[Any, Tensor] | None = None
 
+    def __init__(self) -> None:
+        super().__init__()
+        define()
+
     def _make(self) -> Tensor:
         raise NotImplementedError
 
@@ -92,6 +97,10 @@ class _Buffers(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_made": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        define()
 
 
 class Int8DynActInt4WeightLinear(_Buffers):
@@ -127,7 +136,11 @@ class Int8DynActInt4WeightLinear(_Buffers):
         )  # fmt: skip
 
     def forward(self, input: Tensor) -> Tensor:
-        """input [.., in] -> [.., out] in ``precision``."""
+        """input [.., in] -> [.., out] in ``precision``; an exported graph has torchao's ops instead of the kernel."""
+        if is_exported(self.weight):
+            x = fake_quantized_tokens(input.to(self.precision))
+            w = int4_values(self.weight, self.scales, self.zeros, self.groupsize, self.precision)
+            return F.linear(x, w, self.bias)
         return F.linear(input.to(self.precision), self._weight(), self.bias)
 
 
@@ -186,7 +199,7 @@ class WeightOnlyInt4Linear(_Buffers):
         assert not bias, "require bias=False"
         if dtype is not None:
             raise ValueError("Please specify 'precision' instead of 'dtype'")
-        if torch.device(device or "cpu").type != "cpu":
+        if torch.device(device or "cpu").type not in ("cpu", "meta"):
             raise NotImplementedError(f"WeightOnlyInt4Linear on {device}: CPU only; use Int4WeightOnlyConfig()")
         self.origin_in_features = in_features
         self.padding = not _check_linear_int4_k(in_features, groupsize, inner_k_tiles)
@@ -194,9 +207,9 @@ class WeightOnlyInt4Linear(_Buffers):
         assert out_features % 8 == 0, "require out_features % 8 == 0"
         self.in_features, self.out_features, self.groupsize = in_features, out_features, groupsize
         self.inner_k_tiles, self.precision, self.scales_precision = inner_k_tiles, precision, scales_precision
-        self.register_buffer("weight", torch.zeros((out_features, in_features // 2), dtype=torch.uint8))
+        self.register_buffer("weight", torch.zeros((out_features, in_features // 2), dtype=torch.uint8, device=device))
         shape = (in_features // groupsize, out_features, 2)
-        self.register_buffer("scales_and_zeros", torch.zeros(shape, dtype=scales_precision))
+        self.register_buffer("scales_and_zeros", torch.zeros(shape, dtype=scales_precision, device=device))
 
     def _make(self) -> Tensor:
         shape = (self.out_features, self.in_features)
@@ -206,6 +219,11 @@ class WeightOnlyInt4Linear(_Buffers):
         """input [.., in] -> [.., out]."""
         if self.padding:
             input = F.pad(input, (0, self.in_features - self.origin_in_features))
+        if is_exported(self.weight):
+            x = input.to(self.precision).reshape(-1, self.in_features)
+            both = self.scales_and_zeros.to(self.scales_precision)
+            y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.weight, self.groupsize, both)
+            return y.reshape(*input.shape[:-1], self.out_features).to(input.dtype)
         return F.linear(input.to(self.precision), self._weight()).to(input.dtype)
 
 
@@ -238,10 +256,8 @@ class Int4WeightOnlyQuantizer(Quantizer):
         def swap(old: Any) -> nn.Module:
             if old.bias is not None:
                 return old
-            if (
-                not _check_linear_int4_k(old.in_features, self.groupsize, self.inner_k_tiles)
-                and not self.padding_allowed
-            ):
+            fits = _check_linear_int4_k(old.in_features, self.groupsize, self.inner_k_tiles)
+            if not fits and not self.padding_allowed:
                 warnings.warn(
                     f"a layer of {old.in_features} inputs is not quantized: not whole groups of {self.groupsize} "
                     f"in tiles of {self.inner_k_tiles} times 16; padding_allowed=True pads them",
@@ -268,61 +284,69 @@ def _swap_linear(model: nn.Module, swap: Any) -> nn.Module:
 
 def _replace_linear_8da4w(
     module: nn.Module, groupsize: int, padding_allowed: bool, precision: torch.dtype, scales_precision: torch.dtype,
-    linear_class: Any = Int8DynActInt4WeightLinear, copy_weights: bool = False,
+    linear_class: type[nn.Module], copy_weights: bool = False,
 ) -> None:  # fmt: skip
-    """Layers of ``linear_class``, empty or with ``copy_weights`` with the float weights, in place of the linear ones.
+    """Replace the linear layers in ``module`` by layers of ``linear_class``, those whose inputs are whole groups.
 
-    Layers whose inputs are not whole groups stay, unless ``padding_allowed``: then the class raises AssertionError.
+    padding_allowed  replace the others too; a class that does not pad raises for them
+    copy_weights     whether the new layers take the parameters of the old ones; never on the meta device
     """
 
+    def fits(child: Any, fqn: str) -> bool:
+        return isinstance(child, nn.Linear) and (
+            padding_allowed or _check_linear_int4_k(child.in_features, groupsize)
+        )  # fmt: skip
+
     def swap(old: Any) -> nn.Module:
-        if not padding_allowed and not _check_linear_int4_k(old.in_features, groupsize):
-            return old
-        new = linear_class(
+        new: Any = linear_class(
             old.in_features, old.out_features, bias=old.bias is not None, device=old.weight.device,
             groupsize=groupsize, precision=precision, scales_precision=scales_precision,
         )  # fmt: skip
-        if copy_weights and old.weight.device != torch.device("meta"):
+        if copy_weights and not old.weight.is_meta:
             new.weight, new.bias = old.weight, old.bias
-        return new
+        return new.train(old.training)
 
-    _swap_linear(module, swap)
+    _replace_with_custom_fn_if_matches_filter(module, swap, fits)
 
 
 def replace_linear_8da4w(
     module: nn.Module, groupsize: int, padding_allowed: bool, precision: torch.dtype, scales_precision: torch.dtype
 ) -> None:
     """Empty :class:`Int8DynActInt4WeightLinear` layers, to load a state dict into."""
-    _replace_linear_8da4w(module, groupsize, padding_allowed, precision, scales_precision)
+    _replace_linear_8da4w(
+        module, groupsize, padding_allowed, precision, scales_precision, Int8DynActInt4WeightLinear
+    )  # fmt: skip
 
 
 def _replace_linear_int4(
-    module: nn.Module, groupsize: int, inner_k_tiles: int | None, padding_allowed: bool, skip_layer_func: Any = None,
-    precision: torch.dtype = torch.bfloat16, scales_precision: torch.dtype = torch.bfloat16,
-    linear_class: Any = WeightOnlyInt4Linear, copy_weights: bool = False,
+    module: nn.Module, groupsize: int, inner_k_tiles: int | None, padding_allowed: bool,
+    skip_layer_func: Callable[[Tensor], bool] | None = None, precision: torch.dtype = torch.bfloat16,
+    scales_precision: torch.dtype = torch.bfloat16, linear_class: type[nn.Module] = WeightOnlyInt4Linear,
+    copy_weights: bool = False,
 ) -> None:  # fmt: skip
-    """Layers of ``linear_class`` in place of those without bias, empty or with ``copy_weights`` with the float weights.
+    """As :func:`_replace_linear_8da4w`, for layers without bias of whole groups and whole tiles of 16 x inner_k_tiles.
 
-    ``padding_allowed`` False leaves layers alone whose inputs do not fit the groups and tiles.
+    skip_layer_func  weight -> whether to leave its layer alone
     """
 
-    def swap(old: Any) -> nn.Module:
-        if old.bias is not None:
-            return old
-        fits = padding_allowed or _check_linear_int4_k(old.in_features, groupsize, inner_k_tiles)
-        if not fits or (skip_layer_func is not None and skip_layer_func(old.weight)):
-            return old
-        device = None if linear_class is WeightOnlyInt4Linear else old.weight.device  # its buffers are for CPUs
-        tiles = {} if inner_k_tiles is None else {"inner_k_tiles": inner_k_tiles}
-        new = linear_class(
-            old.in_features, old.out_features, bias=False, device=device, groupsize=groupsize,
-            precision=precision, scales_precision=scales_precision, **tiles,
-        )  # fmt: skip
-        if copy_weights and old.weight.device != torch.device("meta"):
-            new.weight = old.weight
-        return new
+    def fits(child: Any, fqn: str) -> bool:
+        return (
+            isinstance(child, nn.Linear)
+            and child.bias is None
+            and not (skip_layer_func is not None and skip_layer_func(child.weight))
+            and (padding_allowed or _check_linear_int4_k(child.in_features, groupsize, inner_k_tiles))
+        )
 
-    _swap_linear(module, swap)
+    def swap(old: Any) -> nn.Module:
+        new: Any = linear_class(
+            old.in_features, old.out_features, bias=False, device=old.weight.device, groupsize=groupsize,
+            inner_k_tiles=inner_k_tiles, precision=precision, scales_precision=scales_precision,
+        )  # fmt: skip
+        if copy_weights and not old.weight.is_meta:
+            new.weight = old.weight
+        return new.train(old.training)
+
+    _replace_with_custom_fn_if_matches_filter(module, swap, fits)
 
 
 def replace_linear_int4(

@@ -46,7 +46,6 @@ _MX_TENSORS = "mx.mx_tensor mx.nvfp4_tensor"
 _TENSORS = f"int8_float8_views int4_views {_NF4} {_MX_TENSORS}"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
 _GPTQ = "algorithms.gptq_quantizers algorithms.multi_tensor"
-_QAT = "qat_configs qat_modules"
 _FLOAT8_TENSOR = "float8_training.training_tensor float8_training.products float8_training.casting"
 _BLOCKWISE = "blockwise_float8.functions blockwise_float8.linear"
 _MOE = "moe_training.products moe_training.token_groups moe_training.config"
@@ -56,12 +55,15 @@ _PARQ_QUANT = "parq.quantizers parq.least_squares parq.affine_quantizers parq.st
 _UINTX = "prototype_quantization.uintx_packed"
 _SPARSE = "sparse.api sparse.wanda sparse.supermask sparse.masks sparse.pruning"
 _PARQ = f"parq.optimizer parq.prox_maps {_PARQ_QUANT}"
+_QAT_CONFIGS = "qat.configs qat.fake_quantize_configs"
+_QAT = f"{_QAT_CONFIGS} qat.fake_quantizers qat.linear qat.embedding qat.quantizers qat.steps"
 
 # Package of torchao, modules in it ("." is the package itself), files here with their names.
 _ROWS = (
     ("", ".", "quant_api algorithms.autoquant"),
     ("", "utils", "tools hardware base_tensor dispatch"),
     ("", "_executorch_ops", "executorch_ops"),
+    ("", "_executorch_ops", "qat.executorch_ops"),
     ("core", ".", ""),
     ("core", "config", "config_json"),
     ("dtypes", ".", f"v0_8_aqt v0_8_layouts {_TENSORS}"),
@@ -186,6 +188,7 @@ _ROWS = (
     (
         "quantization",
         ".",
+        f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights int8_matmul base_tensor {_QAT_CONFIGS}",
         f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights int8_matmul base_tensor qat_configs {_GPTQ} "
         "algorithms.smooth_linear algorithms.autoquant",
     ),
@@ -236,13 +239,18 @@ _ROWS = (
         "quant_api",
         f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights qat_configs algorithms.autoquant",
     ),
+    ("quantization", "quant_api", f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights {_QAT_CONFIGS}"),
     ("quantization", "quant_primitives", _PRIMITIVES),
     ("quantization", "utils", "groupwise int8_matmul tools qparams"),
     ("prototype.tensor_conversion", ".", ""),
     ("prototype.tensor_conversion", "api", "hardware"),
     ("quantization.prototype", ".", ""),
     ("quantization.prototype.qat", ". api embedding fake_quantizer linear", _QAT),
+    ("quantization.prototype.qat", "_module_swap_api", "qat.module_swap"),
+    ("quantization.prototype.qat", "affine_fake_quantized_tensor", "qat.fake_quantized_tensor"),
     ("quantization.qat", ". api embedding fake_quantize_config fake_quantizer linear two_step_quantizer", _QAT),
+    ("quantization.qat", "affine_fake_quantized_tensor", "qat.fake_quantized_tensor"),
+    ("quantization.qat", "utils", "qat.functions"),
     ("quantization.quantize_", ".", ""),
     ("quantization.quantize_.common", ".", f"enums {_TENSORS} algorithms.pre_scaled"),
     ("quantization.quantize_.common", "protocol", "algorithms.pre_scaled"),

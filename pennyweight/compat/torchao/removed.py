@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 _QAT = "quantize_ with pennyweight.QATConfig, which accepts every config"
-_QAT_LAYER = "quantize_ with QATConfig: prepared layers keep their module"
 _SPARSE = "sparse weights are stored dense: pennyweight.sparsify_ sets weights to zero, which quantize_ keeps at zero"
 _SCRIPTS = "torchvision's reference scripts, from which it was taken"
 _GPTQ = 'pennyweight.quantize_(model, config, calibration=batches, algorithm="gptq")'
@@ -74,10 +73,7 @@ GONE: dict[str, tuple[str, str]] = {
     "quantization.FbgemmConfig": ("0.12 and 0.13", "Int4WeightOnlyConfig or Float8DynamicActivationFloat8WeightConfig"),
     "quantization.Int4GroupwisePreshuffleTensor": ("0.12", f"{_GPU}Int4Tensor"),
     "quantization.marlin_qqq": ("0.7 to 0.15", "Int8DynamicActivationInt4WeightConfig"),
-    "quantization.prototype.qat._module_swap_api": ("0.7 on", _QAT),
-    "quantization.prototype.qat.affine_fake_quantized_tensor": ("0.7 on", _QAT),
     "quantization.pt2e": ("0.11 on", "quantize the weights with quantize_ and export that; graphs are not annotated"),
-    "quantization.qat.affine_fake_quantized_tensor": ("0.7 to 0.15", _QAT),
     "prototype.dtypes.floatx": ("0.15", f"{_GPU}FPXWeightOnlyConfig"),
     "prototype.dtypes.uintx.GemlitePackedLayout": ("0.15 and 0.16", "UIntXWeightOnlyConfig: kernels are chosen from the table"),
     "prototype.dtypes.uintx.MarlinQQQTensor": ("0.15", "Int8DynamicActivationInt4WeightConfig"),
@@ -144,12 +140,6 @@ BESIDES: dict[str, str] = {
     "prototype.quantization.quant_api": "UIntXWeightOnlyConfig; Float8StaticActivationFloat8WeightConfig",
     "sparsity.blocksparse": _HANDLER,
     "sparsity.marlin": f"{_GPU}Int4WeightOnlyConfig(layout=MarlinSparseLayout())",
-    "quantization.prototype.qat": _QAT_LAYER,
-    "quantization.prototype.qat.embedding": _QAT_LAYER,
-    "quantization.prototype.qat.linear": _QAT_LAYER,
-    "quantization.qat": _QAT_LAYER,
-    "quantization.qat.embedding": _QAT_LAYER,
-    "quantization.qat.linear": _QAT_LAYER,
     "quantization.quant_api": "register_quantize_module_handler",
     "quantization.quantize_": "Int4Tensor",
 }

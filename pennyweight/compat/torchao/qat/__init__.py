@@ -1,0 +1,1 @@
+"""torchao.quantization.qat: fake quantization configs, fake quantizers, layers, and the quantizers of two steps."""
