@@ -1,0 +1,1 @@
+"""Graph mode: quantization of exported graphs by annotations, as ``quantize`` and ``dequantize`` operators."""
