@@ -136,7 +136,6 @@ def fold_constants(model: GraphModule, wanted: Callable[[Node], bool]) -> None:
         with torch.no_grad():
             replace_by_constant(model, node, evaluate(model, node, known))
     erase_dead(model)
-    drop_unread(model)
     model.graph.lint()
     model.recompile()
 
@@ -155,17 +154,11 @@ def replace_by_constant(model: GraphModule, node: Node, value: Tensor) -> None:
 
 
 def erase_dead(model: GraphModule) -> None:
-    """Erase nodes without users, also in graphs that contain calls with effects."""
+    """Erase nodes that nobody uses, and the parameters and buffers that only they read."""
+    before = {str(node.target) for node in model.graph.find_nodes(op="get_attr")}
     model.graph.eliminate_dead_code()
-
-
-def drop_unread(model: GraphModule) -> None:
-    """Erase nodes that read attributes nobody uses, and these attributes unless another node reads them."""
-    for node in list(model.graph.find_nodes(op="get_attr")):
-        if not node.users:
-            model.graph.erase_node(node)
-            if not any(other.target == node.target for other in model.graph.find_nodes(op="get_attr")):
-                _delete(model, str(node.target))
+    for path in before - {str(node.target) for node in model.graph.find_nodes(op="get_attr")}:
+        _delete(model, path)
 
 
 def _delete(model: nn.Module, path: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ...core.errors import ArgumentError
+from ..core.errors import ArgumentError
 from .code_range import EPS, is_per_channel, to_underlying_dtype
 from .dequantize_copies import copy_dequantize_per_user, port_metadata
 from .graph_edits import FROM_NODE, add_constant, evaluate, fold_constants, made_from, producers, the_device
@@ -41,7 +41,7 @@ def convert(model: GraphModule, use_reference_representation: bool = False, fold
     Each observer becomes quantize and dequantize, ``torch.ops.quantized_decomposed.*``; dynamic ones get
     choose_qparams before them. Every user of a tensor gets a dequantize of its own. fold_quantize: weights are stored as
     codes, with dequantize left in the graph. use_reference_representation: products of codes are computed in integers,
-    see :mod:`pennyweight.export.graph_mode.reference_arithmetic`. Observers of weights that did not run are run now.
+    see :mod:`pennyweight.graph_mode.reference_arithmetic`. Observers of weights that did not run are run now.
     Raises ArgumentError if the model is not a graph, ValueError if ``use_reference_representation`` is not a bool.
     """
     if not isinstance(use_reference_representation, bool):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
-from .graph_edits import constant_of, drop_unread, set_parameter
+from .graph_edits import constant_of, erase_dead, set_parameter
 from .ops import FROZEN_BATCH_NORM, calls, is_batch_norm, is_conv, is_conv_transpose
 
 _LINEAR = torch.ops.aten.linear.default
@@ -56,8 +56,7 @@ def fold_batch_norms(model: GraphModule) -> None:
             )
         elif foldable(layer, node):
             fold_batch_norm(model, layer, node, folded)
-    drop_unread(model)
-    model.graph.eliminate_dead_code()
+    erase_dead(model)
     model.recompile()
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
-from ...core.errors import ArgumentError
+from ..core.errors import ArgumentError
 from .fake_quantize import FakeQuantizeBase
 from .fold_batch_norm import fold_batch_norms
 from .graph_edits import FROM_NODE, insert_observer, producers
@@ -42,7 +42,7 @@ def prepare_qat(model: GraphModule, quantizer: Quantizer) -> GraphModule:
     """Prepare for training with fake quantizers. model: exported in training mode, changed in place.
 
     Convolutions followed by a batch norm see weights scaled by the running statistics, as after folding (see
-    :mod:`pennyweight.export.graph_mode.qat_batch_norm`). Train the result, then call :func:`convert`.
+    :mod:`pennyweight.graph_mode.qat_batch_norm`). Train the result, then call :func:`convert`.
     """
     _check(model, "prepare_qat")
     return _annotate_and_insert(model, quantizer, qat=True)

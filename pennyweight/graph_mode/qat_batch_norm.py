@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .fold_batch_norm import batch_norm_arguments, fold_batch_norm, foldable
-from .graph_edits import drop_unread
+from .graph_edits import erase_dead
 from .ops import BATCH_NORMS, DEQUANTIZE, QUANTIZE, calls, is_batch_norm, is_conv, is_conv_transpose
 from .specs import ANNOTATION, DerivedQuantizationSpec, SharedQuantizationSpec
 
@@ -112,8 +112,7 @@ def fold_trained_batch_norms(model: GraphModule) -> None:
     folded: dict[tuple[Any, ...], tuple[str, str]] = {}
     for norm, conv, scaled, bias, _ in found:
         _unscale_weight(model, norm, conv, scaled, bias, folded, scaled.args[0].target not in shared)
-    drop_unread(model)
-    model.graph.eliminate_dead_code()
+    erase_dead(model)
     model.recompile()
 
 

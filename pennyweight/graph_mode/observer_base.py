@@ -96,7 +96,7 @@ class SelfConverting(ABC, nn.Module):
 
 
 class UniformQuantizationObserverBase(ObserverBase):
-    """Base of observers with evenly spaced values; see :func:`pennyweight.export.graph_mode.code_range.range_qparams`.
+    """Base of observers with evenly spaced values; see :func:`pennyweight.graph_mode.code_range.range_qparams`.
 
     quant_min, quant_max: the codes used; None: all of the dtype. reduce_range: half of them. eps: the least scale,
     a buffer. Raises AssertionError for another dtype or qscheme, or a range of codes that does not fit.

@@ -1,1 +1,0 @@
-"""Graph mode: quantization of exported graphs by annotations, as ``quantize`` and ``dequantize`` operators."""
