@@ -45,7 +45,10 @@ def models() -> dict[str, tuple[nn.Module, Tensor]]:
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 1000)]
     mlp = [nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1024)]
     return {
-        "residual convolutions, 1x3x224x224": (nn.Sequential(*stem, Block(64), Block(64), *head), torch.randn(1, 3, 224, 224)),
+        "residual convolutions, 1x3x224x224": (
+            nn.Sequential(*stem, Block(64), Block(64), *head),
+            torch.randn(1, 3, 224, 224),
+        ),
         "linear layers, 1 row": (nn.Sequential(*mlp), torch.randn(1, 1024)),
         "linear layers, 64 rows": (nn.Sequential(*mlp), torch.randn(64, 1024)),
     }

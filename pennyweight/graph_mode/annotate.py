@@ -93,7 +93,9 @@ def is_annotated(nodes: Iterable[Node]) -> bool:
     return any(node.meta[ANNOTATION]._annotated for node in nodes if ANNOTATION in node.meta)
 
 
-def mark_annotated(nodes: Iterable[Node | None], make: Callable[[], QuantizationAnnotation] = QuantizationAnnotation) -> None:
+def mark_annotated(
+    nodes: Iterable[Node | None], make: Callable[[], QuantizationAnnotation] = QuantizationAnnotation
+) -> None:
     """Mark nodes as decided; those without annotation get an empty one of ``make``."""
     for node in nodes:
         if node is not None:

@@ -114,7 +114,9 @@ def range_qparams(
     else:
         scale = torch.max((up - down) / steps, eps)
         zero_point = (quant_min - torch.round(down / scale).to(torch.int)).clamp(quant_min, quant_max)
-    return scale.reshape(-1) if scale.ndim == 0 else scale, zero_point.reshape(-1) if zero_point.ndim == 0 else zero_point
+    return scale.reshape(-1) if scale.ndim == 0 else scale, zero_point.reshape(
+        -1
+    ) if zero_point.ndim == 0 else zero_point
 
 
 def determine_qparams(

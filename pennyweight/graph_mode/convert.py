@@ -130,7 +130,9 @@ def _static(model: GraphModule, node: Node, source: Node, observer: Any, device:
 
 def _dynamic(model: GraphModule, node: Node, source: Node, observer: Any) -> Node:
     dtype = to_underlying_dtype(observer.dtype)
-    assert dtype in (torch.uint8, torch.int8), f"only uint8 and int8 are supported for dynamic quantization, got {dtype}"
+    assert dtype in (torch.uint8, torch.int8), (
+        f"only uint8 and int8 are supported for dynamic quantization, got {dtype}"
+    )
     eps = getattr(observer, "eps", EPS)
     codes = (observer.quant_min, observer.quant_max)
     choose = CHOOSE[getattr(observer, "qscheme", torch.per_tensor_affine)]
@@ -154,5 +156,3 @@ def _scope(source: Node) -> str:
     """The last name of the path of the module that a node comes from; "" outside of modules."""
     stack = source.meta.get("nn_module_stack") if source.op != "get_attr" else None
     return str(list(stack.values())[-1][0]).rpartition(".")[2] if stack else ""
-
-

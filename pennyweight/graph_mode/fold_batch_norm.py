@@ -161,5 +161,3 @@ def _reader(model: GraphModule, node: Any, path: str) -> Node:
     if isinstance(node, Node):
         reader.meta.update(node.meta)
     return reader
-
-

@@ -39,7 +39,9 @@ def the_device(module: nn.Module) -> torch.device | None:
 def add_constant(model: nn.Module, graph: Graph, prefix: str, value: Any, device: torch.device | None = None) -> Node:
     """Register ``value`` as a buffer under a new name and return a node that reads it."""
     name = new_name(prefix)(model)
-    constant = value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value, device=device or the_device(model))
+    constant = (
+        value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value, device=device or the_device(model))
+    )
     model.register_buffer(name, constant)
     return graph.create_node("get_attr", name)
 

@@ -38,9 +38,7 @@ class HistogramObserver(UniformQuantizationObserverBase):
     ) -> None:  # fmt: skip
         refuse(not is_per_tensor(qscheme), f"HistogramObserver's qscheme must be per tensor, got {qscheme}")
         refuse(is_dynamic, "HistogramObserver doesn't support dynamic quantization")
-        super().__init__(
-            dtype, qscheme, reduce_range, quant_min, quant_max, factory_kwargs, eps, is_dynamic, **kwargs
-        )
+        super().__init__(dtype, qscheme, reduce_range, quant_min, quant_max, factory_kwargs, eps, is_dynamic, **kwargs)
         self.bins = bins
         self.register_buffer("histogram", torch.zeros(bins, **_factory(factory_kwargs)))
         self.register_buffer("min_val", torch.tensor(torch.inf, **_factory(factory_kwargs)))

@@ -137,11 +137,15 @@ class X86InductorQuantizer(Quantizer):
             )
         return self.global_config
 
-    def set_function_type_qconfig(self, function_type: Callable[..., Any], quantization_config: QuantizationConfig | None) -> Self:
+    def set_function_type_qconfig(
+        self, function_type: Callable[..., Any], quantization_config: QuantizationConfig | None
+    ) -> Self:
         """The config of a function, for example ``torch.matmul``, and of modules that call it."""
         return self._set_operator("function", function_type, quantization_config)
 
-    def set_module_type_qconfig(self, module_type: type[nn.Module], quantization_config: QuantizationConfig | None) -> Self:
+    def set_module_type_qconfig(
+        self, module_type: type[nn.Module], quantization_config: QuantizationConfig | None
+    ) -> Self:
         """The config of a module type, for example ``nn.Linear``, and of the function that it calls."""
         return self._set_operator("Module", module_type, quantization_config)
 
@@ -266,7 +270,9 @@ class X86InductorQuantizer(Quantizer):
                 if not calls(node, target) or not _take([node], config, wanted):
                     continue
                 a, b = node.args[:2]
-                if target is _MUL and not (_is_tensor(a) and _is_tensor(b) and a.meta["val"].shape == b.meta["val"].shape):
+                if target is _MUL and not (
+                    _is_tensor(a) and _is_tensor(b) and a.meta["val"].shape == b.meta["val"].shape
+                ):
                     continue
                 _note(node, {n: get_input_act_qspec(config) for n in node.args}, last=True)
 
@@ -337,4 +343,8 @@ def _is_tensor(node: Any) -> bool:
 
 def _ends_pattern(node: Node) -> bool:
     annotation = node.meta.get(ANNOTATION)
-    return annotation is not None and annotation._annotated and getattr(annotation, "_is_output_of_quantized_pattern", False)
+    return (
+        annotation is not None
+        and annotation._annotated
+        and getattr(annotation, "_is_output_of_quantized_pattern", False)
+    )

@@ -31,7 +31,9 @@ class LearnableFakeQuantize(FakeQuantizeBase):
         assert quant_min < quant_max, f"quant_min must be strictly less than quant_max, got {quant_min}, {quant_max}"
         self.quant_min, self.quant_max, self.use_grad_scaling = quant_min, quant_max, use_grad_scaling
         self.scale = self.zero_point = None
-        self.activation_post_process: Any = observer(**{**observer_kwargs, "quant_min": quant_min, "quant_max": quant_max})
+        self.activation_post_process: Any = observer(
+            **{**observer_kwargs, "quant_min": quant_min, "quant_max": quant_max}
+        )
         seen = self.activation_post_process
         info = torch.iinfo(seen.dtype)
         assert info.min <= quant_min, f"quant_min out of bound: {quant_min} is not a code of {seen.dtype}"

@@ -3,7 +3,7 @@
     y = layer(dequantize(quantize(x)), dequantize(codes), bias)
 
 becomes one module that quantizes x with the same parameters, multiplies codes in integers, and returns floats. quantize
-and dequantize that nobody reads any more are removed.
+and dequantize that nobody reads any more are removed, see :mod:`pennyweight.graph_mode.lower_values` for the others.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ..kernels.repack import prepare as pack
 from ..kernels.table import case_of, select
 from ..planning.report import Report, Row
 from .graph_edits import FROM_NODE, constant_of, erase_dead, evaluate, made_from, new_name, producers
+from .lower_values import lower_values
 from .lowered_layers import DynamicConv, DynamicLinear
 from .ops import CHOOSE, DEQUANTIZE, DEQUANTIZE_CHANNEL, QUANTIZE, calls
 
@@ -101,6 +102,7 @@ def lower(model: nn.Module) -> Lowered:
         if calls(node, *_CONVS, _LINEAR) or _reads_codes(node):
             rows.append(_lower(model, node, known))
     erase_dead(model)
+    lower_values(model)
     model.graph.lint()
     model.recompile()
     freeze_(model)
@@ -236,7 +238,8 @@ def _conv(node: Node, w: AffineQuantizedTensor, bias: Tensor | None, given: Inpu
     rank = _CONVS[node.target]
     arguments = dict(zip(("stride", "padding", "dilation", "groups"), node.args[3:], strict=False)) | dict(node.kwargs)
     stride, padding, dilation = (
-        _repeated(arguments.get(name, default), rank) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
+        _repeated(arguments.get(name, default), rank)
+        for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
     )
     groups: Any = arguments.get("groups", 1)
     if any(isinstance(value, Node) for value in (stride, padding, dilation)):

@@ -54,7 +54,11 @@ def generate_numeric_debug_handle(ep: ExportedProgram) -> None:
 def source_of(node: Node) -> NodeSourceDebugInfo | None:
     """The first node that a node was made from; None for inputs, outputs and nodes that no graph before had."""
     sources = node.meta.get(FROM_NODE_KEY)
-    if node.op in ("placeholder", "output") or not sources or sources[-1].pass_name == "ExportedProgram.module().unlift()":
+    if (
+        node.op in ("placeholder", "output")
+        or not sources
+        or sources[-1].pass_name == "ExportedProgram.module().unlift()"
+    ):
         return None
     source = sources[-1]
     while source.from_node:
@@ -135,7 +139,9 @@ class QuantizationComparisonResult:
     def __post_init__(self) -> None:
         for name in ("actual", "ref"):
             if not isinstance(getattr(self, name), (Tensor, list, tuple, dict)):
-                raise ValueError(f"`self.{name}` value must be a Tensor, list, tuple or dict, got: {getattr(self, name)}")
+                raise ValueError(
+                    f"`self.{name}` value must be a Tensor, list, tuple or dict, got: {getattr(self, name)}"
+                )
         if not _same_shapes(self.ref, self.actual):
             raise ValueError(f"Cannot compare tensors with different shapes: ref={self.ref} vs actual={self.actual}")
 

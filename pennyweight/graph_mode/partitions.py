@@ -83,7 +83,9 @@ def bfs_trace_with_node_process(model: ExportedProgram | GraphModule, node_op: C
 
     Raises AssertionError for another kind of model.
     """
-    assert isinstance(model, (ExportedProgram, GraphModule)), f"Expected GraphModule or ExportedProgram, got {type(model)}"
+    assert isinstance(model, (ExportedProgram, GraphModule)), (
+        f"Expected GraphModule or ExportedProgram, got {type(model)}"
+    )
     queue = [model.graph_module if isinstance(model, ExportedProgram) else model]
     for graph in queue:
         for node in graph.graph.nodes:

@@ -88,7 +88,8 @@ def _move_annotations(model: GraphModule, conv: Node, moved: dict[Any, Any]) -> 
             continue
         of_conv = node is conv
         annotation.input_qspec_map = {
-            moved.get(source, source) if of_conv else source: spec(s) for source, s in annotation.input_qspec_map.items()
+            moved.get(source, source) if of_conv else source: spec(s)
+            for source, s in annotation.input_qspec_map.items()
         }
         annotation.output_qspec = spec(annotation.output_qspec)
 

@@ -43,9 +43,7 @@ class MinMaxObserver(_RangeObserver):
     ) -> None:  # fmt: skip
         name = type(self).__name__
         refuse(not is_per_tensor(qscheme), f"{name}'s qscheme only supports per-tensor schemes, but got: {qscheme}")
-        super().__init__(
-            dtype, qscheme, reduce_range, quant_min, quant_max, factory_kwargs, eps, is_dynamic, **kwargs
-        )
+        super().__init__(dtype, qscheme, reduce_range, quant_min, quant_max, factory_kwargs, eps, is_dynamic, **kwargs)
         self.register_buffer("min_val", torch.tensor(torch.inf, **_factory(factory_kwargs)))
         self.register_buffer("max_val", torch.tensor(-torch.inf, **_factory(factory_kwargs)))
 
@@ -80,9 +78,7 @@ class MovingAverageMinMaxObserver(MinMaxObserver):
             "MovingAverageMinMaxObserver doesn't support dynamic quantization for averaging constant of "
             f"{averaging_constant}: it must be 1",
         )
-        super().__init__(
-            dtype, qscheme, reduce_range, quant_min, quant_max, eps=eps, is_dynamic=is_dynamic, **kwargs
-        )
+        super().__init__(dtype, qscheme, reduce_range, quant_min, quant_max, eps=eps, is_dynamic=is_dynamic, **kwargs)
         self.averaging_constant = averaging_constant
 
     def _merge(self, seen: Tensor, new: Tensor, low: bool) -> Tensor:
@@ -102,9 +98,7 @@ class PerChannelMinMaxObserver(_RangeObserver):
         factory_kwargs: dict[str, Any] | None = None, eps: float = EPS, is_dynamic: bool = False, **kwargs: Any,
     ) -> None:  # fmt: skip
         check_per_channel(type(self).__name__, qscheme, is_dynamic)
-        super().__init__(
-            dtype, qscheme, reduce_range, quant_min, quant_max, factory_kwargs, eps, is_dynamic, **kwargs
-        )
+        super().__init__(dtype, qscheme, reduce_range, quant_min, quant_max, factory_kwargs, eps, is_dynamic, **kwargs)
         self.ch_axis = ch_axis
         self.register_buffer("min_val", torch.tensor([], **_factory(factory_kwargs)))
         self.register_buffer("max_val", torch.tensor([], **_factory(factory_kwargs)))

@@ -144,7 +144,6 @@ def make_observer(
     return make.with_args(**deepcopy(arguments))()
 
 
-
 def _per_channel(make: Any) -> bool:
     """Does a factory, or the observer of a fake quantizer, take ``ch_axis``?"""
     if isinstance(make, PartialWrapper):

@@ -16,7 +16,14 @@ from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.passes.utils.source_matcher_utils import get_source_partitions
 
-from .annotate import get_bias_qspec, get_input_act_qspec, get_output_act_qspec, get_weight_qspec, is_annotated, mark_annotated
+from .annotate import (
+    get_bias_qspec,
+    get_input_act_qspec,
+    get_output_act_qspec,
+    get_weight_qspec,
+    is_annotated,
+    mark_annotated,
+)
 from .graph_edits import constant_of, new_name
 from .ops import BATCH_NORMS, calls, is_conv, is_conv_transpose
 from .specs import ANNOTATION, QuantizationAnnotation, QuantizationConfig, SharedQuantizationSpec
@@ -66,7 +73,11 @@ def _layer_inputs(layer: Node, config: Config) -> dict[Node, Any]:
 
 
 def _annotate_layers(
-    gm: GraphModule, config: Config, wanted: Filter, is_layer: Callable[[Node], bool], ends: Callable[[Node], Node | None]
+    gm: GraphModule,
+    config: Config,
+    wanted: Filter,
+    is_layer: Callable[[Node], bool],
+    ends: Callable[[Node], Node | None],
 ) -> list[list[Node]]:
     """Layers with a weight whose pattern ends in ``ends(layer)``, which may be the layer itself."""
     found = []
@@ -158,7 +169,9 @@ def _quantizable_operand(node: Node, gm: GraphModule) -> bool:
     return not (constant.numel() == 1 and abs(constant.item()) > _LARGEST)
 
 
-def _annotate_binary(gm: GraphModule, config: Config, wanted: Filter, targets: Sequence[Any], relu: bool) -> list[list[Node]]:
+def _annotate_binary(
+    gm: GraphModule, config: Config, wanted: Filter, targets: Sequence[Any], relu: bool
+) -> list[list[Node]]:
     """add or mul, alone or followed by relu."""
     found = []
     for node in gm.graph.nodes:
@@ -282,5 +295,3 @@ def scalars_to_constants(model: GraphModule) -> GraphModule:
         node.args = tuple(args)
     model.recompile()
     return model
-
-

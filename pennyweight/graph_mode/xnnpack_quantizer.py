@@ -87,7 +87,9 @@ class XNNPACKQuantizer(Quantizer):
         return list({config for config, _ in _supported()})
 
     @classmethod
-    def get_supported_operator_for_quantization_config(cls, quantization_config: QuantizationConfig | None) -> list[Pattern]:
+    def get_supported_operator_for_quantization_config(
+        cls, quantization_config: QuantizationConfig | None
+    ) -> list[Pattern]:
         """The patterns of a config; of all configs for None."""
         if quantization_config is None:
             return [pattern for _, patterns in _supported() for pattern in patterns]
@@ -135,7 +137,9 @@ class XNNPACKQuantizer(Quantizer):
             own.append(get_module_type_filter(kind))
             self._annotate(model, of_kind, own[-1], dynamic)
         for target, of_target in self.operator_type_config.items():
-            self._annotate(model, of_target, lambda n, target=target: n.op != "call_function" or n.target == target, dynamic)  # type: ignore[misc]
+            self._annotate(
+                model, of_target, lambda n, target=target: n.op != "call_function" or n.target == target, dynamic
+            )  # type: ignore[misc]
         self._annotate(model, config, lambda n: not any(inside(n) for inside in own), dynamic)
         propagate_annotation(model)
         return model

@@ -36,6 +36,10 @@ REEXPORTS: dict[str, tuple[str, str]] = {
         "pennyweight.optim",
         "Adam4bit Adam8bit AdamFp8 AdamW4bit AdamW8bit AdamWFp8 CPUOffloadOptimizer",
     ),
+    "@inductor_folding": (
+        "torch._inductor.constant_folding",
+        "ConstantFolder constant_graph_tag run_and_get_constant_graph",
+    ),
     "@graph_specs": (
         "pennyweight.graph_mode.specs",
         "ComposableQuantizer DerivedQuantizationSpec EdgeOrNode FixedQParamsQuantizationSpec QuantizationAnnotation "
@@ -224,7 +228,7 @@ _ROWS = (
     ),
     (_PT2E, "_affine_quantization", "pt2e.affine_observers primitives"),
     (_PT2E, "_numeric_debugger", "@graph_debugger pt2e.graph_names"),
-    (_PT2E, "constant_fold", "pt2e.graph_names"),
+    (_PT2E, "constant_fold", "pt2e.graph_names @inductor_folding"),
     (_PT2E, "convert prepare quantize_pt2e reference_representation_rewrite", "pt2e.graph_conversion"),
     (_PT2E, "export_utils", "@graph_train_eval pt2e.graph_tools"),
     (_PT2E, "fake_quantize", _FAKE_QUANTIZE),
@@ -240,7 +244,11 @@ _ROWS = (
     ("testing", ".", ""),
     ("testing.pt2e", ".", ""),
     ("testing.pt2e", "_xnnpack_quantizer", "@graph_xnnpack"),
-    ("testing.pt2e", "_xnnpack_quantizer_utils", "@graph_xnnpack @graph_annotators @graph_specs @graph_annotate pt2e.graph_names"),
+    (
+        "testing.pt2e",
+        "_xnnpack_quantizer_utils",
+        "@graph_xnnpack @graph_annotators @graph_specs @graph_annotate pt2e.graph_names",
+    ),
     ("testing.pt2e", "utils", "pt2e.test_cases"),
     ("testing", "model_architectures", "model_architectures"),
     ("testing", "utils", "harness harness_parallel hardware"),

@@ -68,4 +68,3 @@ class PortNodeMetaForQDQ(PassBase):
     def call(self, graph_module: GraphModule) -> PassResult:
         port_metadata(graph_module)
         return PassResult(graph_module, True)
-

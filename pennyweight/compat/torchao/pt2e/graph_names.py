@@ -68,5 +68,3 @@ def replace_node_with_constant(
     new.meta.update(node.meta)
     node.replace_all_uses_with(new)
     gm.graph.erase_node(node)
-
-

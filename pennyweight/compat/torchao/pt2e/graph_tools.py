@@ -37,7 +37,12 @@ __all__ = [
 
 _move_exported_model_to_eval, _move_exported_model_to_train = move_exported_model_to_eval, move_exported_model_to_train
 _allow_exported_model_train_eval = allow_exported_model_train_eval
-_is_conv_node, _is_conv_transpose_node, _is_bn_node, _is_sym_size_node = is_conv, is_conv_transpose, is_batch_norm, is_size
+_is_conv_node, _is_conv_transpose_node, _is_bn_node, _is_sym_size_node = (
+    is_conv,
+    is_conv_transpose,
+    is_batch_norm,
+    is_size,
+)
 _filter_sym_size_users, _fuse_conv_bn_, _fuse_linear_bn_ = data_users, fold_batch_norms, fold_batch_norms
 get_new_attr_name_with_prefix = new_name
 
@@ -140,5 +145,3 @@ def get_fqn_to_example_inputs(model: nn.Module, example_inputs: tuple[Any, ...])
         for handle in handles:
             handle.remove()
     return found
-
-
