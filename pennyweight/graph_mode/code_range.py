@@ -1,4 +1,4 @@
-"""Ranges of codes and quantization parameters per dtype and qscheme, as graphs with quantize and dequantize ops need them.
+"""Ranges of codes and quantization parameters per dtype and qscheme, for quantize and dequantize operators.
 
 The parameters are those of :mod:`pennyweight.core.qparams` for integers, but from a recorded minimum and maximum, for
 any range of codes of a dtype, and with the zero point that the ops expect for unsigned symmetric codes.
@@ -43,7 +43,7 @@ def is_per_channel(qscheme: torch.qscheme | None) -> bool:
 
 
 def to_underlying_dtype(qdtype: torch.dtype) -> torch.dtype:
-    """The dtype in which codes are stored: ``torch.qint8`` -> ``torch.int8``. Raises AssertionError if there is none."""
+    """The dtype of stored codes: ``torch.qint8`` -> ``torch.int8``. Raises AssertionError if there is none."""
     assert qdtype in _UNDERLYING, f"Unsupported dtype: {qdtype}"
     return _UNDERLYING[qdtype]
 
@@ -74,7 +74,7 @@ def calculate_qmin_qmax(
 
 
 def check_min_max_valid(min_val: Tensor, max_val: Tensor) -> bool:
-    """False, with a warning, if an observer has not seen data. Raises AssertionError if a minimum exceeds its maximum."""
+    """False, with a warning, if an observer saw no data. Raises AssertionError if a minimum exceeds its maximum."""
     empty = min_val.numel() == 0 or max_val.numel() == 0
     scalar = min_val.dim() == 0 or max_val.dim() == 0
     if empty or (scalar and bool(min_val == torch.inf) and bool(max_val == -torch.inf)):

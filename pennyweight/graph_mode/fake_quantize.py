@@ -65,8 +65,8 @@ class FakeQuantizeBase(ABC, nn.Module):
 class FakeQuantize(FakeQuantizeBase):
     """An observer and the rounding with its parameters; buffers ``scale`` and ``zero_point``.
 
-    observer: class or factory of the observer, ``activation_post_process``; observer_kwargs go to it. is_dynamic: in the
-    converted graph, parameters are computed from each input. Raises AssertionError if the codes exceed the dtype.
+    observer: class or factory of the observer, ``activation_post_process``; observer_kwargs go to it. is_dynamic: in
+    the converted graph, parameters are computed from each input. Raises AssertionError if the codes exceed the dtype.
     """
 
     scale: Tensor

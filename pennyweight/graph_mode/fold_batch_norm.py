@@ -50,8 +50,8 @@ def fold_batch_norms(model: GraphModule) -> None:
             continue
         if calls(layer, _LINEAR) and _dimensions(layer.args[0]) > 2:
             warnings.warn(
-                f"Not fusing linear+bn for node '{layer.name}': its input has {_dimensions(layer.args[0])} dimensions, so "
-                "Linear and BatchNorm operate on different axes",
+                f"Not fusing linear+bn for node '{layer.name}': its input has {_dimensions(layer.args[0])} dimensions, "
+                "so Linear and BatchNorm operate on different axes",
                 stacklevel=3,
             )
         elif foldable(layer, node):

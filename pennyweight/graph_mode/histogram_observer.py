@@ -77,7 +77,7 @@ class HistogramObserver(UniformQuantizationObserverBase):
 
     def reset_histogram(self, x: Tensor, min_val: Tensor, max_val: Tensor) -> None:
         """Start again with the values of x, which are between the scalars min_val and max_val."""
-        assert min_val.numel() == 1 and max_val.numel() == 1, "histogram min/max values must be scalar."
+        assert min_val.numel() == max_val.numel() == 1, "histogram min/max values must be scalar."
         self.min_val.resize_(min_val.shape).copy_(min_val)
         self.max_val.resize_(max_val.shape).copy_(max_val)
         counts = _count(x, self.bins, min_val, max_val)
@@ -93,7 +93,7 @@ class HistogramObserver(UniformQuantizationObserverBase):
         if orig_min == orig_max:  # all values of the first are equal
             place = _count(orig_min, self.bins, update_min, update_max)
             return place * torch.sum(orig_hist) + update_hist
-        assert update_min <= orig_min and update_max >= orig_max
+        assert update_min <= orig_min <= orig_max <= update_max
         return update_hist + self._upscale_histogram(orig_hist, orig_min, orig_max, update_min, update_max)
 
     def _upscale_histogram(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -92,9 +92,11 @@ def get_default_xpu_inductor_quantization_config() -> QuantizationConfig:
 class ArmInductorQuantizer(X86InductorQuantizer):
     """Quantizes for inductor on 64-bit Arm: convolutions (+ add, batch norm), linear layers (+ function), matmul."""
 
-    operators = {nn.Conv2d: _CONV2D, F.conv2d: _CONV2D, nn.Linear: _LINEAR, F.linear: _LINEAR, torch.matmul: _MATMUL}
-    default = {_CONV2D, _LINEAR}
-    quantizable = {_CONV2D, _LINEAR, _MATMUL}
+    operators: ClassVar[dict[Any, Any]] = {
+        nn.Conv2d: _CONV2D, F.conv2d: _CONV2D, nn.Linear: _LINEAR, F.linear: _LINEAR, torch.matmul: _MATMUL
+    }  # fmt: skip
+    default: ClassVar[set[Any]] = {_CONV2D, _LINEAR}
+    quantizable: ClassVar[set[Any]] = {_CONV2D, _LINEAR, _MATMUL}
     conv_functions: tuple[Any, ...] = ()
 
     def _annotate_with_config(self, model: GraphModule, config: QuantizationConfig | None, wanted: FilterFn) -> None:

@@ -12,7 +12,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +80,7 @@ class X86InductorQuantizer(Quantizer):
     >>> quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())
     """
 
-    operators: dict[Any, Any] = {
+    operators: ClassVar[dict[Any, Any]] = {
         nn.Conv1d: _CONV1D, F.conv1d: _CONV1D, nn.Conv2d: _CONV2D, F.conv2d: _CONV2D, nn.Linear: _LINEAR,
         F.linear: _LINEAR, nn.MaxPool2d: _MAX_POOL, F.max_pool2d: _MAX_POOL, torch.cat: _CAT,
         nn.AvgPool2d: _ATEN.avg_pool2d.default, F.avg_pool2d: _ATEN.avg_pool2d.default,
@@ -88,8 +88,8 @@ class X86InductorQuantizer(Quantizer):
         F.adaptive_avg_pool2d: _ATEN.adaptive_avg_pool2d.default, torch.flatten: _FLATTEN, torch.matmul: _MATMUL,
         torch.mul: _MUL,
     }  # fmt: skip
-    default: set[Any] = DEFAULT
-    quantizable: set[Any] = QUANTIZABLE
+    default: ClassVar[set[Any]] = DEFAULT
+    quantizable: ClassVar[set[Any]] = QUANTIZABLE
     conv_functions: tuple[Any, ...] = _CONV_FUNCTIONS  # that are fused with a convolution
 
     def __init__(self) -> None:
@@ -222,10 +222,10 @@ class X86InductorQuantizer(Quantizer):
                         _note(relu, last=True)
         for layer in found:
             for user in layer.users:
-                if calls(user, *functions) and (layer.target != _CONV1D or calls(user, *_RELU)):
-                    if _take([user, layer], config, wanted):
-                        self._note_layer(layer, config)
-                        _note(user, last=True)
+                fused = calls(user, *functions) and (layer.target != _CONV1D or calls(user, *_RELU))
+                if fused and _take([user, layer], config, wanted):
+                    self._note_layer(layer, config)
+                    _note(user, last=True)
         for layer in found:
             if layer.target in alone and _take([layer], config, wanted):
                 self._note_layer(layer, config, last=True)

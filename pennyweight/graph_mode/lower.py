@@ -71,14 +71,14 @@ class Input:
 
 @check_arguments()
 def lower(model: nn.Module) -> Lowered:
-    """Run the quantized layers of a converted graph on int8 kernels; returns (model, report). The argument is unchanged.
+    """Quantized layers of a converted graph on int8 kernels; returns (model, report). The argument is unchanged.
 
-    model: from :func:`pennyweight.graph_mode.convert` or torchao's ``convert_pt2e``, for a CPU. Lowered are linear layers
-    and convolutions of one and two dimensions with int8 weights, per tensor or per output channel, whose input is
-    quantized per tensor, static or dynamic. Every other layer that reads dequantized tensors stays as it is; its row in
-    the report has the reason. Each lowered layer equals the graph up to the rounding of float32 sums, so codes computed
-    from its output differ by at most one. The result is for inference: weights do not require grad. Raises ArgumentError
-    if the model is not a graph.
+    model: from :func:`pennyweight.graph_mode.convert` or torchao's ``convert_pt2e``, for a CPU. Lowered are linear
+    layers and convolutions of one and two dimensions with int8 weights, per tensor or per output channel, whose input
+    is quantized per tensor, static or dynamic. Every other layer that reads dequantized tensors stays as it is; its row
+    in the report has the reason. Each lowered layer equals the graph up to the rounding of float32 sums, so codes
+    computed from its output differ by at most one. The result is for inference: weights do not require grad. Raises
+    ArgumentError if the model is not a graph.
 
     >>> import torch, pennyweight as pw
     >>> from pennyweight import graph_mode as gm

@@ -22,7 +22,7 @@ def lower_values(model: GraphModule) -> None:
 
     - max_pool2d of quantized values: the maximum is taken first, because rounding keeps the order. It reads
       channels-last memory, in which torch has a fast one.
-    - A tensor that consists of values of a tensor with the same parameters is not quantized again: that changes nothing.
+    - A tensor that consists of values of a tensor with the same parameters is not quantized again: nothing changes.
     - The other pairs of quantize and dequantize are computed in float, without a tensor of codes; the same numbers.
     """
     for node in list(model.graph.nodes):

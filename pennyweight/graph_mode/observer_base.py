@@ -128,9 +128,11 @@ class UniformQuantizationObserverBase(ObserverBase):
         self.quant_min, self.quant_max = calculate_qmin_qmax(
             quant_min, quant_max, self.has_customized_qrange, dtype, reduce_range
         )
-        if qscheme in (torch.per_tensor_symmetric, torch.per_channel_symmetric) and reduce_range:
-            if dtype == torch.quint8:
-                raise NotImplementedError("Cannot reduce range for symmetric quantization for quint8: give quant_max")
+        symmetric = qscheme in (torch.per_tensor_symmetric, torch.per_channel_symmetric)
+        refuse(
+            symmetric and reduce_range and dtype == torch.quint8,
+            "Cannot reduce range for symmetric quantization for quint8: give quant_min and quant_max",
+        )
 
     def _calculate_qparams(self, min_val: Tensor, max_val: Tensor) -> tuple[Tensor, Tensor]:
         return range_qparams(

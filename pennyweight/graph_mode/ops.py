@@ -7,7 +7,7 @@ it stays where the rest of ``torch.ao.quantization`` is deprecated.
 from __future__ import annotations
 
 import torch
-import torch.ao.quantization.fx._decomposed  # noqa: F401 - registers the operators
+import torch.ao.quantization.fx._decomposed  # registers the operators
 from torch.fx import Node
 
 _OPS = torch.ops.quantized_decomposed

@@ -44,7 +44,7 @@ def get_equivalent_types() -> list[set[Any]]:
 
 def update_equivalent_types_dict(customized_equivalent_types: list[set[Any]] | None = None) -> None:
     """Replace the sets. Raises ValueError for None."""
-    global _equivalent
+    global _equivalent  # noqa: PLW0603 - the interface is one table for the process
     if customized_equivalent_types is None:
         raise ValueError("customized_equivalent_types should not be None: give a list of sets of types")
     _equivalent = customized_equivalent_types

@@ -27,8 +27,8 @@ def prepare(model: GraphModule, quantizer: Quantizer) -> GraphModule:
     """Prepare for calibration. model: ``torch.export.export(model, inputs).module()``, changed in place.
 
     Batch norms after convolutions and linear layers are folded into their weights. Run the result on sample data, then
-    call :func:`convert`. Bodies of ``scan`` and ``while_loop`` are prepared too. Raises ArgumentError if the model is not
-    an exported graph.
+    call :func:`convert`. Bodies of ``scan`` and ``while_loop`` are prepared too. Raises ArgumentError if the model is
+    not an exported graph.
     """
     _check(model, "prepare")
     fold_batch_norms(model)

@@ -177,6 +177,6 @@ def _unscale_weight(
 def _drop_count(model: GraphModule, owner: str) -> None:
     """Erase the update of ``num_batches_tracked`` of a folded batch norm."""
     for node in reversed(list(model.graph.nodes)):  # a module called twice counts twice, one update after the other
-        if calls(node, _ATEN.add_.Tensor) and isinstance(node.args[0], Node) and not node.users:
-            if node.args[0].target == f"{owner}.num_batches_tracked":
-                model.graph.erase_node(node)
+        counter: Any = node.args[0] if calls(node, _ATEN.add_.Tensor) and not node.users else None
+        if isinstance(counter, Node) and counter.target == f"{owner}.num_batches_tracked":
+            model.graph.erase_node(node)

@@ -34,7 +34,7 @@ class _RangeObserver(UniformQuantizationObserverBase):
 
 
 class MinMaxObserver(_RangeObserver):
-    """The minimum and maximum of all tensors seen. Raises NotImplementedError unless the qscheme is per tensor."""
+    """The minimum and maximum of all tensors. Raises NotImplementedError unless the qscheme is per tensor."""
 
     def __init__(
         self, dtype: torch.dtype = torch.quint8, qscheme: torch.qscheme = torch.per_tensor_affine,
@@ -62,10 +62,10 @@ class MinMaxObserver(_RangeObserver):
 
 
 class MovingAverageMinMaxObserver(MinMaxObserver):
-    """low = low + c * (new low - low), the same for the maximum; c = ``averaging_constant``. The first tensor sets both.
+    """low = low + c * (new low - low), also the maximum; c = ``averaging_constant``. The first tensor sets both.
 
-    With c = 1 the range is that of the last tensor, which dynamic fake quantization needs. Raises NotImplementedError if
-    ``is_dynamic`` and c is another number.
+    With c = 1 the range is that of the last tensor, which dynamic fake quantization needs. Raises NotImplementedError
+    if ``is_dynamic`` and c is another number.
     """
 
     def __init__(

@@ -27,9 +27,9 @@ class QuantizationSpecBase(ABC):  # noqa: B024 - a marker: the kinds of spec sha
 class QuantizationSpec(QuantizationSpecBase):
     """A tensor with quantization parameters of its own, from the observer that ``observer_or_fake_quant_ctr`` makes.
 
-    dtype: of the codes. quant_min, quant_max: the codes used; None: all of the dtype. qscheme: per tensor or per channel,
-    affine or symmetric. ch_axis: the axis of channels. is_dynamic: parameters are computed from each input at run time.
-    Raises ValueError if quant_min exceeds quant_max, or if ch_axis is negative.
+    dtype: of the codes. quant_min, quant_max: the codes used; None: all of the dtype. qscheme: per tensor or per
+    channel, affine or symmetric. ch_axis: the axis of channels. is_dynamic: parameters are computed from
+    each input at run time. Raises ValueError if quant_min exceeds quant_max, or if ch_axis is negative.
     """
 
     dtype: torch.dtype
@@ -89,7 +89,7 @@ class QuantizationAnnotation:
     """What is quantized around one node; stands in ``node.meta["quantization_annotation"]``.
 
     input_qspec_map: input node -> spec of that edge, None: not quantized. output_qspec: spec of the output.
-    allow_implicit_sharing: edges of this node may use the observer of the same tensor at another user, if the specs agree.
+    allow_implicit_sharing: edges of this node may use the observer of the same tensor at another user, if specs agree.
     """
 
     input_qspec_map: dict[Node, QuantizationSpecBase | None] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Quantizer(ABC):
     def validate(self, model: GraphModule) -> None:
         """Raise an error if the annotated graph is not supported."""
 
-    def prepare_obs_or_fq_callback(
+    def prepare_obs_or_fq_callback(  # noqa: B027 - optional
         self, model: GraphModule, edge_or_node_to_obs_or_fq: dict[EdgeOrNode, nn.Module | None]
     ) -> None:
         """Change the observers before they are inserted. Several places can have the same observer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,7 @@ def _supported() -> list[OperatorConfig]:
 
 
 class XNNPACKQuantizer(Quantizer):
-    """Quantizes linear layers, convolutions (+ batch norm in training, + relu), add, mul (+ relu), cat, adaptive pooling.
+    """Quantizes linear layers, convolutions (+ batch norm in training), add, mul, all (+ relu), cat, adaptive pooling.
 
     A config is set for a module path, else for a module type, else for all. With a dynamic global config, only linear
     layers are quantized.
@@ -70,9 +70,9 @@ class XNNPACKQuantizer(Quantizer):
     >>> quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=True))
     """
 
-    STATIC_QAT_ONLY_OPS = list(_TRAINED)
-    STATIC_OPS = list(_STATIC)
-    DYNAMIC_OPS = ["linear"]
+    STATIC_QAT_ONLY_OPS: ClassVar[list[str]] = list(_TRAINED)
+    STATIC_OPS: ClassVar[list[str]] = list(_STATIC)
+    DYNAMIC_OPS: ClassVar[list[str]] = ["linear"]
 
     def __init__(self) -> None:
         super().__init__()

@@ -249,7 +249,7 @@ _ROWS = (
         "_xnnpack_quantizer_utils",
         "@graph_xnnpack @graph_annotators @graph_specs @graph_annotate pt2e.graph_names",
     ),
-    ("testing.pt2e", "utils", "pt2e.test_cases"),
+    ("testing.pt2e", "utils", "pt2e.case_classes"),
     ("testing", "model_architectures", "model_architectures"),
     ("testing", "utils", "harness harness_parallel hardware"),
 )

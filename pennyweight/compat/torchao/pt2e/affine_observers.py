@@ -27,7 +27,7 @@ __all__ = [
 
 
 class AffineQuantizedObserverBase(_Base, SelfConverting):
-    """An observer that keeps the block size and dtype of its input, and converts itself. Other arguments are ignored."""
+    """Keeps the block size and dtype of its input, and converts itself. Other arguments are ignored."""
 
     is_dynamic = False
 
@@ -101,7 +101,7 @@ class AffineQuantizedMinMaxObserver(AffineQuantizedObserverBase):
 
 
 class AffineQuantizedMovingAverageMinMaxObserver(AffineQuantizedMinMaxObserver):
-    """Moving averages of the minimum and maximum of each block: low = low + averaging_constant * (new low - low)."""
+    """Moving averages of the range of each block: low = low + averaging_constant * (new low - low)."""
 
     def __init__(
         self, mapping_type: MappingType, target_dtype: torch.dtype, granularity: Granularity,
@@ -112,8 +112,8 @@ class AffineQuantizedMovingAverageMinMaxObserver(AffineQuantizedMinMaxObserver):
     ) -> None:  # fmt: skip
         if is_dynamic and averaging_constant != 1:
             raise NotImplementedError(
-                "AffineQuantizedMovingAverageMinMaxObserver doesn't support dynamic quantization for averaging constant "
-                f"of {averaging_constant}: it must be 1"
+                "AffineQuantizedMovingAverageMinMaxObserver doesn't support dynamic quantization for averaging "
+                f"constant of {averaging_constant}: it must be 1"
             )
         super().__init__(
             mapping_type, target_dtype, granularity, quant_min, quant_max, eps, scale_dtype, zero_point_dtype,

@@ -13,10 +13,10 @@ from ..primitives import choose_qparams_affine, dequantize_affine, quantize_affi
 __all__: list[str] = []
 
 _SCHEMAS = {
-    "quantize_affine": "(Tensor input, SymInt[] block_size, Tensor scale, Tensor? zero_point, ScalarType output_dtype, "
-    "Scalar? quant_min=None, Scalar? quant_max=None) -> Tensor",
-    "dequantize_affine": "(Tensor input, SymInt[] block_size, Tensor scale, Tensor? zero_point, ScalarType input_dtype, "
-    "Scalar? quant_min=None, Scalar? quant_max=None, ScalarType output_dtype=6) -> Tensor",
+    "quantize_affine": "(Tensor input, SymInt[] block_size, Tensor scale, Tensor? zero_point, "
+    "ScalarType output_dtype, Scalar? quant_min=None, Scalar? quant_max=None) -> Tensor",
+    "dequantize_affine": "(Tensor input, SymInt[] block_size, Tensor scale, Tensor? zero_point, "
+    "ScalarType input_dtype, Scalar? quant_min=None, Scalar? quant_max=None, ScalarType output_dtype=6) -> Tensor",
     "choose_qparams_affine": "(Tensor input, str mapping_type, SymInt[] block_size, ScalarType target_dtype, "
     "Scalar? quant_min=None, Scalar? quant_max=None, float? eps=None, ScalarType? scale_dtype=None, "
     "ScalarType? zero_point_dtype=None, bool keepdim=False) -> (Tensor, Tensor)",

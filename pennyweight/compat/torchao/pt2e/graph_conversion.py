@@ -49,7 +49,7 @@ def prepare(
 
 
 def reference_representation_rewrite(model: GraphModule) -> GraphModule:
-    """Products of codes in integers, see :mod:`pennyweight.graph_mode.reference_arithmetic`. In place; returns the model."""
+    """Products of codes in integers: :mod:`pennyweight.graph_mode.reference_arithmetic`. Returns the model."""
     use_integer_arithmetic(model)
     return model
 

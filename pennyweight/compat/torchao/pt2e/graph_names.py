@@ -25,10 +25,23 @@ from ....graph_mode.specs import ANNOTATION as Q_ANNOTATION_KEY
 from ....graph_mode.xnnpack_annotators import scalars_to_constants as _convert_scalars_to_attrs
 
 __all__ = [
-    "ObserverOrFakeQuantize", "ObserverOrFakeQuantizeConstructor", "OperatorPatternType", "QUANT_ANNOTATION_KEY",
-    "Q_ANNOTATION_KEY", "_ObserverBase", "_X86InductorQuantizationAnnotation", "_convert_scalars_to_attrs",
-    "_extract_node_source_debug_info", "_with_args", "_with_callable_args", "constant_fold", "default_quantizable_ops",
-    "int8_in_int8_out_ops", "is_const_source", "propagation_quantizable_ops", "quantizable_ops",
+    "QUANT_ANNOTATION_KEY",
+    "Q_ANNOTATION_KEY",
+    "ObserverOrFakeQuantize",
+    "ObserverOrFakeQuantizeConstructor",
+    "OperatorPatternType",
+    "_ObserverBase",
+    "_X86InductorQuantizationAnnotation",
+    "_convert_scalars_to_attrs",
+    "_extract_node_source_debug_info",
+    "_with_args",
+    "_with_callable_args",
+    "constant_fold",
+    "default_quantizable_ops",
+    "int8_in_int8_out_ops",
+    "is_const_source",
+    "propagation_quantizable_ops",
+    "quantizable_ops",
     "replace_node_with_constant",
 ]  # fmt: skip
 

@@ -106,7 +106,7 @@ def getattr_from_fqn(obj: Any, fqn: str) -> Any:
 
 
 def get_qparam_dict(observer_or_fake_quant: Any) -> dict[str, Any]:
-    """qscheme, dtype, scale, zero_point, quant_min, quant_max, and axis if they are per channel. Placeholders: no scale."""
+    """qscheme, dtype, scale, zero_point, quant_min, quant_max, axis if per channel. Placeholders have no scale."""
     seen = observer_or_fake_quant
     qscheme = getattr(seen, "qscheme", None)
     if not qscheme or type(seen).__name__ == "PlaceholderObserver":

@@ -13,7 +13,7 @@ __all__ = ["lower_pt2e_quantized_to_x86"]
 
 
 def lower_pt2e_quantized_to_x86(model: GraphModule, example_inputs: tuple[Tensor, ...]) -> GraphModule:
-    """:func:`pennyweight.lower`: this package's kernels, not oneDNN's; the sizes of the inputs stay as free as they were.
+    """:func:`pennyweight.lower`: this package's kernels, not oneDNN's; sizes of inputs stay as free as they were.
 
     example_inputs: not needed, they are run once to raise errors here rather than at the first use.
     """

@@ -42,9 +42,9 @@ class PT2EQuantizationTestCase(_Quantization):  # type: ignore[misc, valid-type]
 
     def _test_quantizer(
         self, model: Any, example_inputs: tuple[Any, ...], quantizer: Any, expected_node_occurrence: dict[Any, int],
-        expected_node_list: list[Any] | None = None, check_against_fx_quant: bool = False, fx_qconfig_mapping: Any = None,
-        export_with_dynamic_shape: bool = False, is_qat: bool = False, is_debug_mode: bool = False,
-        training_ir_node_occurrence: dict[Any, int] | None = None,
+        expected_node_list: list[Any] | None = None, check_against_fx_quant: bool = False,
+        fx_qconfig_mapping: Any = None, export_with_dynamic_shape: bool = False, is_qat: bool = False,
+        is_debug_mode: bool = False, training_ir_node_occurrence: dict[Any, int] | None = None,
     ) -> GraphModule:  # fmt: skip
         """Export, prepare, run, convert; the graph must have so many calls of each operator, and these in this order.
 
@@ -64,12 +64,12 @@ class PT2EQuantizationTestCase(_Quantization):  # type: ignore[misc, valid-type]
             print("quantized model", m)
         found = [node.target for node in m.graph.nodes if node.op == "call_function"]
         for target, n in expected_node_occurrence.items():
-            self.assertEqual(found.count(target), n, f"calls of {target} in\n{m.graph}")
+            assert found.count(target) == n, f"calls of {target}: {found.count(target)}, not {n}, in\n{m.graph}"
         rest = iter(found)
         for target in expected_node_list or ():
-            self.assertTrue(target in rest, f"{target} is missing, or not after the ones before it, in\n{m.graph}")
+            assert target in rest, f"{target} is missing, or not after the ones before it, in\n{m.graph}"
         if check_against_fx_quant:
-            self.assertEqual(_fx_output(eager, example_inputs, fx_qconfig_mapping), m(*example_inputs))
+            torch.testing.assert_close(m(*example_inputs), _fx_output(eager, example_inputs, fx_qconfig_mapping))
         return m  # type: ignore[no-any-return]
 
 
@@ -90,7 +90,7 @@ class PT2ENumericDebuggerTestCase(_Test):  # type: ignore[misc, valid-type]
     def _assert_each_node_has_from_node_source(self, model: Any) -> None:
         def check(node: Node) -> None:
             if node.op not in ("placeholder", "output") and node.meta.get(FROM_NODE_KEY) is not None:
-                self.assertTrue(node.meta[FROM_NODE_KEY], f"Node {node} doesn't have from_node info")
+                assert node.meta[FROM_NODE_KEY], f"Node {node} doesn't have from_node info"
 
         bfs_trace_with_node_process(model, check)
 
@@ -120,7 +120,7 @@ class PT2ENumericDebuggerTestCase(_Test):  # type: ignore[misc, valid-type]
 
     def assertNodeSourcesEqual(self, node_source_1: Any, node_source_2: Any) -> None:
         """Both are the same node of the same graph."""
-        self.assertEqual((node_source_1.name, node_source_1.graph_id), (node_source_2.name, node_source_2.graph_id))
+        assert (node_source_1.name, node_source_1.graph_id) == (node_source_2.name, node_source_2.graph_id)
 
 
 def get_default_x86_quantizer(is_qat: bool, is_dynamic: bool) -> X86InductorQuantizer:
