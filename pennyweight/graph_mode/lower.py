@@ -8,14 +8,13 @@ and dequantize that nobody reads any more are removed, see :mod:`pennyweight.gra
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ..core.arguments import check_arguments
 from ..core.errors import ArgumentError
@@ -96,7 +95,7 @@ def lower(model: nn.Module) -> Lowered:
             f"lower: needs a graph from pennyweight.graph_mode.convert, got {type(model).__name__}; "
             "for a module use pw.quantize_ and pw.freeze_"
         )
-    model = copy.deepcopy(model)
+    model = _copy(model)
     rows, known = [], {}  # type: ignore[var-annotated]
     for node in list(model.graph.nodes):
         if calls(node, *_CONVS, _LINEAR) or _reads_codes(node):
@@ -107,6 +106,16 @@ def lower(model: nn.Module) -> Lowered:
     model.recompile()
     freeze_(model)
     return Lowered(model, Report("lower", rows, verb="lowered"))
+
+
+def _copy(model: GraphModule) -> GraphModule:
+    """A graph of its own over the same parameters and buffers, which are not changed."""
+    graph, copies = Graph(), {}  # type: ignore[var-annotated]
+    graph.output(graph.graph_copy(model.graph, copies))
+    graph._codegen = model.graph._codegen  # the names of inputs and the tree of outputs
+    copied = GraphModule(model, graph)
+    copied.meta.update(model.meta)
+    return copied
 
 
 def _reads_codes(node: Node) -> bool:

@@ -87,7 +87,8 @@ def _annotate_layers(
             continue
         inputs = _layer_inputs(layer, config)
         partition = [*dict.fromkeys([end, layer]), *list(inputs)[1:]]
-        if not _free(partition, wanted):
+        # a linear layer alone: its weight may be that of another call or module
+        if not _free([layer] if is_layer is _is_linear and end is layer else partition, wanted):
             continue
         output = get_output_act_qspec(config)
         _note(layer, inputs, output if end is layer else None)
@@ -150,9 +151,6 @@ def _register_layers() -> None:
         def annotate(
             gm: GraphModule, config: Config, filter_fn: Filter = None, is_layer: Any = is_layer, ends: Any = ends
         ) -> list[list[Node]]:
-            # linear alone: a filter sees the layer only, so that shared weights outside of the module do not matter
-            if is_layer is _is_linear and ends is _itself and filter_fn is not None:
-                return _annotate_layers(gm, config, None, lambda n: _is_linear(n) and filter_fn(n), ends)
             return _annotate_layers(gm, config, filter_fn, is_layer, ends)
 
         OP_TO_ANNOTATOR[name] = annotate
