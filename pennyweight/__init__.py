@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .core.formats import Format, get_format
     from .core.spec import ActivationSpec, QuantSpec
     from .core.tensor import AffineQuantizedTensor
+    from .graph_mode import lower
     from .inference import FrozenLinear, Recommendation, explain, freeze_, fuse_, recommend, thaw_, together
     from .integrations.transformers import PennyweightConfig as PennyweightConfig
     from .io import CheckpointError, Opened, convert, flatten, open, push_to_hub, quantize_checkpoint, save, unflatten
@@ -126,6 +127,7 @@ __all__ = [
     "int8_weight_only",
     "intx_weight_only",
     "load",
+    "lower",
     "open",
     "plan",
     "push_to_hub",
@@ -160,7 +162,7 @@ _HOMES = {
     "ActivationSpec": "core.spec", "AffineQuantizedTensor": "core.tensor", "ArgumentError": "core.errors",
     "FallbackError": "core.fallback", "FallbackWarning": "core.fallback", "Format": "core.formats",
     "PennyweightConfig": "integrations.transformers", "QuantSpec": "core.spec", "fallbacks": "core.fallback",
-    "get_format": "core.formats", "reset_fallbacks": "core.fallback", "strict": "core.fallback",
+    "get_format": "core.formats", "lower": "graph_mode", "reset_fallbacks": "core.fallback", "strict": "core.fallback",
 }  # fmt: skip
 
 

@@ -36,6 +36,85 @@ REEXPORTS: dict[str, tuple[str, str]] = {
         "pennyweight.optim",
         "Adam4bit Adam8bit AdamFp8 AdamW4bit AdamW8bit AdamWFp8 CPUOffloadOptimizer",
     ),
+    "@inductor_folding": (
+        "torch._inductor.constant_folding",
+        "ConstantFolder constant_graph_tag run_and_get_constant_graph",
+    ),
+    "@graph_specs": (
+        "pennyweight.graph_mode.specs",
+        "ComposableQuantizer DerivedQuantizationSpec EdgeOrNode FixedQParamsQuantizationSpec QuantizationAnnotation "
+        "QuantizationConfig QuantizationSpec QuantizationSpecBase Quantizer SharedQuantizationSpec",
+    ),
+    "@graph_annotate": (
+        "pennyweight.graph_mode.annotate",
+        "annotate_input_qspec_map annotate_output_qspec get_bias_qspec get_input_act_qspec get_module_name_filter "
+        "get_output_act_qspec get_weight_qspec is_valid_annotation",
+    ),
+    "@graph_observer_base": (
+        "pennyweight.graph_mode.observer_base",
+        "ObserverBase PartialWrapper UniformQuantizationObserverBase",
+    ),
+    "@graph_range_observers": (
+        "pennyweight.graph_mode.range_observers",
+        "MinMaxObserver MovingAverageMinMaxObserver MovingAveragePerChannelMinMaxObserver PerChannelMinMaxObserver",
+    ),
+    "@graph_histogram": ("pennyweight.graph_mode.histogram_observer", "HistogramObserver"),
+    "@graph_passive_observers": (
+        "pennyweight.graph_mode.passive_observers",
+        "DerivedObserverOrFakeQuantize FixedQParamsObserver NoopObserver PlaceholderObserver RecordingObserver "
+        "ReuseInputObserver",
+    ),
+    "@graph_fake_quantize": (
+        "pennyweight.graph_mode.fake_quantize",
+        "FakeQuantize FakeQuantizeBase FixedQParamsFakeQuantize FusedMovingAvgObsFakeQuantize disable_fake_quant "
+        "disable_observer enable_fake_quant enable_observer",
+    ),
+    "@graph_learnable": (
+        "pennyweight.graph_mode.learnable_fake_quantize",
+        "LearnableFakeQuantize disable_range_learning enable_range_learning",
+    ),
+    "@graph_code_range": (
+        "pennyweight.graph_mode.code_range",
+        "calculate_qmin_qmax check_min_max_valid determine_qparams is_per_channel is_per_tensor to_underlying_dtype "
+        "validate_qmin_qmax",
+    ),
+    "@graph_train_eval": (
+        "pennyweight.graph_mode.train_eval",
+        "WrapperModule allow_exported_model_train_eval model_is_exported move_exported_model_to_eval "
+        "move_exported_model_to_train",
+    ),
+    "@graph_partitions": (
+        "pennyweight.graph_mode.partitions",
+        "bfs_trace_with_node_process find_sequential_partitions get_equivalent_types update_equivalent_types_dict",
+    ),
+    "@graph_debugger": (
+        "pennyweight.graph_mode.numeric_debugger",
+        "CUSTOM_KEY FROM_NODE_KEY NUMERIC_DEBUG_HANDLE_KEY NodeAccuracySummary NodeSourceDebugInfo OutputLogger "
+        "QuantizationComparisonResult compare_results extract_results_from_loggers generate_numeric_debug_handle "
+        "prepare_for_propagation_comparison",
+    ),
+    "@graph_x86": (
+        "pennyweight.graph_mode.inductor_quantizers",
+        "X86InductorQuantizer",
+    ),
+    "@graph_inductor": (
+        "pennyweight.graph_mode.inductor_configs",
+        "ArmInductorQuantizer XPUInductorQuantizer get_default_arm_inductor_quantization_config "
+        "get_default_x86_inductor_quantization_config get_default_xpu_inductor_quantization_config "
+        "get_x86_inductor_linear_dynamic_fp16_config",
+    ),
+    "@graph_embedding": (
+        "pennyweight.graph_mode.embedding_quantizer",
+        "EmbeddingQuantizer get_embedding_operators_config",
+    ),
+    "@graph_xnnpack": (
+        "pennyweight.graph_mode.xnnpack_quantizer",
+        "OperatorConfig XNNPACKQuantizer get_symmetric_quantization_config",
+    ),
+    "@graph_annotators": (
+        "pennyweight.graph_mode.xnnpack_annotators",
+        "OP_TO_ANNOTATOR propagate_annotation register_annotator",
+    ),
 }
 
 _CONFIGS = "v0_8_configs @configs"
@@ -57,6 +136,13 @@ _SPARSE = "sparse.api sparse.wanda sparse.supermask sparse.masks sparse.pruning"
 _PARQ = f"parq.optimizer parq.prox_maps {_PARQ_QUANT}"
 _QAT_CONFIGS = "qat.configs qat.fake_quantize_configs"
 _QAT = f"{_QAT_CONFIGS} qat.fake_quantizers qat.linear qat.embedding qat.quantizers qat.steps"
+_OBSERVERS = (
+    "@graph_observer_base @graph_range_observers @graph_histogram @graph_passive_observers pt2e.affine_observers "
+    "@granularity enums"
+)
+_FAKE_QUANTIZE = "@graph_fake_quantize pt2e.affine_observers pt2e.defaults"
+_PT2E = "quantization.pt2e"
+_QUANTIZERS = "@graph_specs @graph_annotate pt2e.graph_names pt2e.graph_conversion @graph_xnnpack"
 
 # Package of torchao, modules in it ("." is the package itself), files here with their names.
 _ROWS = (
@@ -279,7 +365,36 @@ _ROWS = (
     ("quantization.quantize_.workflows.intx", "intx_unpacked_to_int8_tensor", "int8_float8_views int4_views"),
     ("quantization.quantize_.workflows.intx", "intx_opaque_tensor", "int4_views"),
     ("quantization.quantize_.workflows.nf4", ". nf4_tensor", _NF4_MODULE),
+    (
+        "quantization",
+        "pt2e",
+        f"{_OBSERVERS} @graph_fake_quantize @graph_learnable @graph_train_eval @graph_partitions @graph_debugger "
+        "pt2e.graph_names pt2e.defaults qparams",
+    ),
+    (_PT2E, "_affine_quantization", "pt2e.affine_observers primitives"),
+    (_PT2E, "_numeric_debugger", "@graph_debugger pt2e.graph_names"),
+    (_PT2E, "constant_fold", "pt2e.graph_names @inductor_folding"),
+    (_PT2E, "convert prepare quantize_pt2e reference_representation_rewrite", "pt2e.graph_conversion"),
+    (_PT2E, "export_utils", "@graph_train_eval pt2e.graph_tools"),
+    (_PT2E, "fake_quantize", _FAKE_QUANTIZE),
+    (_PT2E, "graph_utils", "@graph_partitions pt2e.graph_tools"),
+    (_PT2E, "learnable_fake_quantize", "@graph_learnable"),
+    (_PT2E, "lowering", "pt2e.lowering"),
+    (_PT2E, "observer", f"{_OBSERVERS} pt2e.defaults pt2e.graph_names qparams"),
+    (_PT2E, "utils", "@graph_code_range pt2e.graph_tools"),
+    (f"{_PT2E}.quantizer", ". quantizer utils composable_quantizer duplicate_dq_pass port_metadata_pass", _QUANTIZERS),
+    (f"{_PT2E}.quantizer", "x86_inductor_quantizer", "@graph_x86 @graph_inductor pt2e.graph_names"),
+    (f"{_PT2E}.quantizer", "arm_inductor_quantizer xpu_inductor_quantizer", "@graph_inductor"),
+    (f"{_PT2E}.quantizer", "embedding_quantizer", "@graph_embedding"),
     ("testing", ".", ""),
+    ("testing.pt2e", ".", ""),
+    ("testing.pt2e", "_xnnpack_quantizer", "@graph_xnnpack"),
+    (
+        "testing.pt2e",
+        "_xnnpack_quantizer_utils",
+        "@graph_xnnpack @graph_annotators @graph_specs @graph_annotate pt2e.graph_names",
+    ),
+    ("testing.pt2e", "utils", "pt2e.case_classes"),
     ("testing", "model_architectures", "model_architectures"),
     ("testing.float8", ". dtensor_utils fsdp2_utils test_utils", "float8_training.harness"),
     ("testing.training", ". dtensor_utils fsdp2_utils test_utils", "float8_training.harness"),

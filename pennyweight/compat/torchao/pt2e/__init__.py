@@ -1,0 +1,1 @@
+"""torchao's names for quantization of exported graphs; the arithmetic is in :mod:`pennyweight.graph_mode`."""
