@@ -12,8 +12,11 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dis import opmap
-from types import ModuleType
+from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
+
+from . import module_files
 
 __all__ = ["TREE", "VirtualModules"]
 
@@ -38,7 +41,7 @@ REEXPORTS: dict[str, tuple[str, str]] = {
     ),
 }
 
-_CONFIGS = "v0_8_configs @configs"
+_CONFIGS = "v0_8_configs configs.float8 @configs"
 _PRIMITIVES = "primitives format_primitives hqq qparams enums"
 _TENSORS = "int8_float8_views int4_views block_views"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
@@ -178,7 +181,13 @@ class VirtualModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if inner is None or (inner == "" and self.prefix == self.home):
             return None
         if inner in self.tree:
-            return importlib.machinery.ModuleSpec(fullname, self, is_package=inner in self.packages)
+            is_package = inner in self.packages
+            spec = importlib.machinery.ModuleSpec(
+                fullname, self, origin=self.get_filename(fullname), is_package=is_package
+            )
+            if is_package:
+                spec.submodule_search_locations = module_files.search_path(fullname)
+            return spec
         why = self.missing(inner, None)
         if why is not None:
             raise ModuleNotFoundError(f"{fullname}: {why}", name=fullname)
@@ -200,6 +209,8 @@ class VirtualModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                     source, names = self._names(home)
                     if name in names or (home not in REEXPORTS and name in source.__dict__):
                         value = getattr(source, name)
+                        if isinstance(value, type) and hasattr(value, "__dataclass_fields__"):
+                            importlib.import_module(f"{self.home}.configs.assignment").enable(value)
                         setattr(module, name, value)
                         return value
                 path = f"{inner}.{name}" if inner else name
@@ -211,6 +222,8 @@ class VirtualModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 
         module.__doc__ = f"{module.__name__}, served by pennyweight."
+        if not hasattr(module, "__file__"):  # the home itself has one
+            module.__file__ = self.get_filename(module.__name__)
         module.__getattr__ = get  # type: ignore[method-assign]
         module.__dir__ = lambda: sorted({*module.__dict__, *get("__all__")})  # type: ignore[method-assign]
         if inner == "" and self.version is not None:
@@ -230,6 +243,37 @@ class VirtualModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return importlib.import_module(path), names.split()
         module = importlib.import_module(f"{self.home}.{home}")
         return module, module.__all__
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def get_filename(self, fullname: str) -> str:
+        """The file with the first names of a module. Raises ImportError for another module."""
+        inner = self._path(fullname)
+        if inner not in self.tree:
+            raise ImportError(f"{fullname} is not a module of {self.prefix}", name=fullname)
+        return module_files.file_of(self.tree[inner] if inner else (), REEXPORTS)
+
+    def get_source(self, fullname: str) -> str:
+        """The text of :meth:`get_filename`."""
+        return Path(self.get_filename(fullname)).read_text(encoding="utf-8")
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The code for ``python -m``: none of the file runs again."""
+        self.get_filename(fullname)
+        return module_files.code_of(fullname)
+
+    def is_package(self, fullname: str) -> bool:
+        return self._path(fullname) in self.packages
+
+    def get_resource_reader(self, fullname: str) -> module_files.Resources:
+        return module_files.Resources()
+
+    def hook(self) -> None:
+        """Let pkgutil list the modules; :meth:`unhook` undoes it."""
+        self._hook = module_files.add_hook(self.prefix, self.tree, self.packages)
+
+    def unhook(self) -> None:
+        module_files.remove_hook(self._hook)
 
     # -- metadata ----------------------------------------------------------------------------------------------------
 

@@ -116,7 +116,7 @@ class IntxFakeQuantizeConfig(FakeQuantizeConfigBase):
     def rule(self) -> str:  # type: ignore[override]
         if self._offset:
             return "minmax"
-        return self.mapping_type.value
+        return self.mapping_type.rule
 
     @property
     def _offset(self) -> bool:

@@ -28,11 +28,6 @@ _Q = "quantization"
 _W = f"{_Q}.quantize_.workflows"
 
 
-def _mapping_type(value: Any) -> granularity.MappingType:
-    """torchao's enum starts at one."""
-    return list(granularity.MappingType)[value - 1] if isinstance(value, int) else granularity.MappingType(value)
-
-
 def _at(homes: str, source: Any, *names: str) -> Iterator[tuple[str, Any]]:
     for home in homes.split():
         for name in names:
@@ -68,8 +63,8 @@ GLOBALS: dict[str, Any] = dict(
         *_at(f"{_Q}.quant_primitives {_Q}", enums, "ZeroPointDomain"),
         *_at(f"{_Q}.quantize_.common.kernel_preference {_Q}.quantize_.common", enums, "KernelPreference"),
         *_at("float8.inference", enums, "Float8MMConfig"),
-        (f"{_Q}.quant_primitives.MappingType", _mapping_type),
-        (f"{_Q}.MappingType", _mapping_type),
+        (f"{_Q}.quant_primitives.MappingType", granularity.MappingType),
+        (f"{_Q}.MappingType", granularity.MappingType),
     )
 )  # fmt: skip
 

@@ -7,7 +7,7 @@ offsets are not bit-equal to torchao's.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,13 @@ from ...planning.configs.integer import INT8_EPS
 from ...planning.granularity import Granularity, MappingType, PerGroup, PerRow, PerToken
 from ...planning.parameters import Site
 from ...planning.scheme import Scheme
-from .enums import ZeroPointDomain
+from .enums import (
+    Int4ChooseQParamsAlgorithm,
+    Int4PackingFormat,
+    IntxChooseQParamsAlgorithm,
+    IntxPackingFormat,
+    ZeroPointDomain,
+)
 from .v0_8_layouts import Layout, _Sparse
 
 __all__ = [
@@ -42,28 +48,42 @@ def _dense(owner: Any, layout: Any) -> None:
         raise NotImplementedError(f"{type(owner).__name__}: sparse weights ({layout}) are not supported; omit layout")
 
 
-@dataclass(frozen=True)
-class _WithLayout:
+class _CurrentRepr:
+    """repr with the fields of the current release, and others that are not at their default."""
+
+    def __repr__(self) -> str:
+        shown = []
+        for f in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            if f.repr or value != f.default:
+                shown.append(f"{f.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclass(frozen=True, repr=False)
+class _WithLayout(_CurrentRepr):
     """Mixin that adds a layout; must precede our config in the bases."""
 
     _: KW_ONLY
-    layout: Any = None
+    layout: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
         _dense(self, self.layout)
 
 
-@dataclass(frozen=True)
-class Int4WeightOnlyConfig(ours.Int4WeightOnlyConfig):
+@dataclass(frozen=True, repr=False)
+class Int4WeightOnlyConfig(_CurrentRepr, ours.Int4WeightOnlyConfig):
     """4-bit weights in groups. ``zero_point_domain``: FLOAT (tinygemm's numbers; also what None and NONE mean), or INT:
     integer zero points, with ``preserve_zero`` as is usual for those."""
 
+    int4_packing_format: Any = Int4PackingFormat.PLAIN
+    int4_choose_qparams_algorithm: Any = Int4ChooseQParamsAlgorithm.TINYGEMM
     _: KW_ONLY
-    layout: Any = None
-    use_hqq: bool = False
-    zero_point_domain: Any = None
-    preserve_zero: bool | None = None
+    layout: Any = field(default=None, repr=False)
+    use_hqq: bool = field(default=False, repr=False)
+    zero_point_domain: Any = field(default=None, repr=False)
+    preserve_zero: bool | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.set_inductor_config, Layout):  # the second argument in 0.8
@@ -82,9 +102,11 @@ class Int4WeightOnlyConfig(ours.Int4WeightOnlyConfig):
         return Scheme(spec, rule="asymmetric", eps=1e-6)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Int8DynamicActivationInt8WeightConfig(_WithLayout, ours.Int8DynamicActivationInt8WeightConfig):
     """Like ours, with ``layout``."""
+
+    act_group_size: int | None = field(default=None, repr=False)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], Layout):  # the first argument in 0.8
@@ -98,23 +120,32 @@ class Int8DynamicActivationInt8WeightConfig(_WithLayout, ours.Int8DynamicActivat
         super().__post_init__()
 
 
-@dataclass(frozen=True)
-class Int8DynamicActivationInt4WeightConfig(ours.Int8DynamicActivationInt4WeightConfig):
+@dataclass(frozen=True, repr=False)
+class Int8DynamicActivationInt4WeightConfig(_CurrentRepr, ours.Int8DynamicActivationInt4WeightConfig):
     """Like ours; the layout is checked."""
+
+    act_group_size: int | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _dense(self, self.layout)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class IntxWeightOnlyConfig(_WithLayout, ours.IntxWeightOnlyConfig):
     """Like ours, with ``layout`` (0.11 and 0.12)."""
 
+    intx_packing_format: Any = IntxPackingFormat.UNPACKED_TO_INT8
+    intx_choose_qparams_algorithm: Any = IntxChooseQParamsAlgorithm.AFFINE
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Int8DynamicActivationIntxWeightConfig(_WithLayout, ours.Int8DynamicActivationIntxWeightConfig):
     """Like ours, with ``layout`` (0.11 and 0.12)."""
+
+    intx_packing_format: Any = IntxPackingFormat.UNPACKED_TO_INT8
+    intx_choose_qparams_algorithm: Any = IntxChooseQParamsAlgorithm.AFFINE
+    act_group_size: int | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from pennyweight.compat.torchao.config_json import (
     config_to_dict,
     register_config_type,
 )
+from pennyweight.compat.torchao.configs import float8
 from pennyweight.planning import configs
 from pennyweight.planning.configs import AOBaseConfig
 
@@ -30,7 +31,7 @@ CASES = {
     for call, stored in json.loads((GOLDEN / f"torchao_configs_{release}.json").read_text())["cases"].items()
 }
 NAMES = {name: getattr(pw, name) for name in pw.__all__}
-for module in (enums, v0_8_configs, v0_8_layouts):
+for module in (enums, v0_8_configs, v0_8_layouts, float8):
     NAMES |= {name: getattr(module, name) for name in module.__all__}
 NAMES["torch"] = torch
 # torchao's configs that this package lacks, or refuses a field of: what the error names
@@ -38,11 +39,6 @@ REFUSED = {
     "BlockSparseWeightConfig(blocksize=64)": "find class BlockSparseWeightConfig",
     "FbgemmConfig(torch.bfloat16, torch.int4, torch.bfloat16, [1, 1, 256])": "find class FbgemmConfig",
     "Int8DynamicActivationInt8WeightConfig(layout=SemiSparseLayout())": r"sparse weights \(SemiSparseLayout",
-}
-# fields that torchao's constructor fills in, and ours leave as they were given
-FILLED = {
-    "Float8WeightOnlyConfig": {"granularity"},
-    "Float8DynamicActivationFloat8WeightConfig": {"granularity", "mm_config", "alg_id"},
 }
 
 
@@ -67,12 +63,6 @@ def means(config: AOBaseConfig) -> Any:
     if isinstance(config, pw.FqnToConfig):
         table = {name: value and means(value) for name, value in config.fqn_to_config.items()}
         return pw.FqnToConfig(table)
-    if isinstance(config, pw.Float8WeightOnlyConfig):
-        return dataclasses.replace(config, granularity=config.granularity or pw.PerRow())
-    if isinstance(config, pw.Float8DynamicActivationFloat8WeightConfig):
-        given = config.granularity or pw.PerTensor()
-        both = given if isinstance(given, tuple) else (given, given)
-        return dataclasses.replace(config, granularity=both, mm_config=None)
     return config
 
 
@@ -92,11 +82,6 @@ def test_ours_are_written_as_torchao_writes_them(call: str) -> None:
     packing = stored["_data"].get("int4_packing_format")
     if isinstance(packing, str) and kind == "Int4WeightOnlyConfig":
         stored["_data"]["int4_packing_format"] = {"_type": "Int4PackingFormat", "_data": packing.upper()}
-    for name in FILLED.get(kind, ()):
-        if written["_data"].get(name) != stored["_data"][name]:
-            assert getattr(ours(call), name, None) in (None, pw.PerRow())
-            written["_data"].pop(name, None)
-            stored["_data"].pop(name)
     assert written == stored
     assert json.loads(json.dumps(ours(call), cls=ConfigJSONEncoder)) == config_to_dict(ours(call))
 
