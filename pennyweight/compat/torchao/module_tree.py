@@ -41,7 +41,7 @@ REEXPORTS: dict[str, tuple[str, str]] = {
     ),
 }
 
-_CONFIGS = "v0_8_configs configs.float8 @configs"
+_CONFIGS = "v0_8_configs configs.float8 configs.granularity @configs"
 _PRIMITIVES = "primitives format_primitives hqq qparams enums"
 _TENSORS = "int8_float8_views int4_views block_views"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
@@ -70,7 +70,7 @@ _ROWS = (
     ),
     ("float8", ". config float8_linear float8_linear_utils fsdp_utils types", "float8_training"),
     ("float8", "float8_utils", "float8_functions float8_training"),
-    ("float8", "inference", "enums"),
+    ("float8", "inference", "enums configs.granularity"),
     ("kernel", ". intmm", "int8_matmul"),
     ("optim", ". adam cpu_offload", "@optim training"),
     ("prototype", ".", ""),

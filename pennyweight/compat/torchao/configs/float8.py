@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +9,13 @@ import torch
 
 from ....planning import configs as ours
 from ....planning.configs.base import AnyDtype, pair
-from ....planning.granularity import Granularity, PerBlock, PerRow, PerTensor
+from ....planning.granularity import PerTensor
 from ..enums import Float8MMConfig, Float8PackingFormat, KernelPreference
+from .granularity import BLOCKS
 
 __all__ = [
-    "Float8DynamicActivationFloat8WeightConfig", "_normalize_granularity", "float8_dynamic_activation_float8_weight",
+    "Float8DynamicActivationFloat8WeightConfig", "float8_dynamic_activation_float8_weight",
 ]  # fmt: skip
-
-_BLOCKS = (PerBlock((1, 128)), PerBlock((128, 128)))
 
 
 @dataclass(frozen=True)
@@ -46,31 +44,11 @@ class Float8DynamicActivationFloat8WeightConfig(ours.Float8DynamicActivationFloa
         super().__post_init__()
         both = [*pair(PerTensor() if self.granularity is None else self.granularity)]
         object.__setattr__(self, "granularity", both)
-        options = self.mm_config or Float8MMConfig(use_fast_accum=tuple(both) != _BLOCKS)
+        options = self.mm_config or Float8MMConfig(use_fast_accum=tuple(both) != BLOCKS)
         object.__setattr__(self, "mm_config", options)
 
     def __hash__(self) -> int:  # a list has none
         return hash((self.activation_dtype, self.weight_dtype, *self.granularity, self.mm_config, self.version))
-
-
-def _normalize_granularity(
-    granularity: Granularity | Sequence[Granularity] | None,
-) -> tuple[Granularity, Granularity]:
-    """(activation, weight) of one granularity, or of a tuple or list of two; None is PerTensor.
-
-    Raises ValueError unless both are per tensor, both per row, or 1 x 128 for activations with 128 x 128 for weights.
-    """
-    if granularity is None:
-        return PerTensor(), PerTensor()
-    if not isinstance(granularity, (PerTensor, PerRow, tuple, list)):
-        raise ValueError(f"Invalid granularity specification: {granularity}, only PerTensor or PerRow are supported.")
-    both = tuple(granularity) if isinstance(granularity, (tuple, list)) else (granularity, granularity)
-    if len(both) != 2:
-        raise ValueError(f"granularity needs two values, for activations and weights, got {list(both)}")
-    kinds = {type(g) for g in both}
-    if kinds not in ({PerTensor}, {PerRow}) and both != _BLOCKS:
-        raise ValueError(f"Unsupported granularity types: {both}; use PerTensor() or PerRow() for both")
-    return both
 
 
 float8_dynamic_activation_float8_weight = Float8DynamicActivationFloat8WeightConfig
