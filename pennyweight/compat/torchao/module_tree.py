@@ -51,6 +51,8 @@ _QAT = "qat_configs qat_modules"
 _ROWS = (
     ("", ".", "quant_api"),
     ("", "utils", "tools hardware base_tensor dispatch"),
+    ("", "_executorch_ops", "operators.decomposed"),
+    ("", "ops", "operators.registration"),
     ("core", ".", ""),
     ("core", "config", "config_json"),
     ("dtypes", ".", f"v0_8_aqt v0_8_layouts {_TENSORS}"),
@@ -91,7 +93,8 @@ _ROWS = (
     ("prototype.safetensors", ".", ""),
     ("prototype.safetensors", "safetensors_support safetensors_utils", "safetensors_state"),
     ("quantization", ".", f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights int8_matmul base_tensor qat_configs"),
-    ("quantization", "autoquant transform_module", "quant_api"),
+    ("quantization", "autoquant", "quant_api"),
+    ("quantization", "transform_module", "quant_api configs.transforms"),
     (
         "quantization",
         "dynamic_quant linear_activation_scale linear_activation_weight_observed_tensor subclass weight_only "
@@ -101,10 +104,14 @@ _ROWS = (
     ("quantization", "granularity", "@granularity"),
     ("quantization", "linear_activation_quantized_tensor", "v0_8_aqt"),
     ("quantization", "linear_quant_modules unified", "linear_modules"),
-    ("quantization", "observer", "observers"),
-    ("quantization", "quant_api", f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights qat_configs"),
-    ("quantization", "quant_primitives", _PRIMITIVES),
-    ("quantization", "utils", "groupwise int8_matmul tools qparams"),
+    ("quantization", "observer", "observers @granularity qparams hardware"),
+    (
+        "quantization",
+        "quant_api",
+        f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights qat_configs configs.transforms groupwise hardware",
+    ),
+    ("quantization", "quant_primitives", f"{_PRIMITIVES} hardware"),
+    ("quantization", "utils", "groupwise int8_matmul tools qparams primitives configs.transforms hardware"),
     ("prototype.tensor_conversion", ".", ""),
     ("prototype.tensor_conversion", "api", "hardware"),
     ("quantization.prototype", ".", ""),

@@ -108,3 +108,40 @@ def test_exported_graphs_keep_them(torchao: ModuleType) -> None:
 
 def test_graphs_do_not_have_them_without_the_alias() -> None:
     assert _ops(Layer()) == []
+
+
+def test_wrappers_of_torchs_operators(torchao: ModuleType) -> None:
+    import torchao._executorch_ops as served
+
+    x = torch.randn(3, 32)
+    scale, zero = served._quantized_decomposed_choose_qparams_per_token_asymmetric_wrapper(x, torch.int8)
+    args = (scale, zero, -128, 127, torch.int8)
+    codes = served._quantized_decomposed_quantize_per_token_wrapper(x, *args)
+    back = served._quantized_decomposed_dequantize_per_token_wrapper(codes, *args, torch.float32)
+    assert torch.equal(codes, (x * (1 / scale)).round().add(zero).clamp(-128, 127).to(torch.int8))
+    assert (back - x).abs().max() <= scale.max()
+    scales, zeros = torch.full((3, 2), 0.1), torch.zeros(3, 2, dtype=torch.int32)
+    groups = served._quantized_decomposed_quantize_per_channel_group_wrapper(x, scales, zeros, -8, 7, torch.int8, 16)
+    assert torch.equal(groups, (x * (1 / scales.repeat_interleave(16, 1))).round().clamp(-8, 7).to(torch.int8))
+    values = served._quantized_decomposed_dequantize_per_channel_group_wrapper(
+        groups, scales, zeros, -8, 7, torch.int8, 16, torch.float32
+    )
+    assert torch.equal(values, groups * scales.repeat_interleave(16, 1))
+
+
+def test_operators_are_registered_by_torchaos_decorators(torchao: ModuleType) -> None:
+    from torchao.ops import register_custom_op, register_custom_op_impl
+
+    @register_custom_op_impl("pennyweight_test::twice")
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @register_custom_op("pennyweight_test::twice")
+    def shape(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    x = torch.randn(3)
+    assert torch.equal(torch.ops.pennyweight_test.twice(x), x * 2)
+    assert torch.ops.pennyweight_test.twice(x.to("meta")).shape == (3,)
+    with pytest.raises(ImportError, match=r"F\.linear with a quantized weight"):
+        from torchao.ops import swizzle_mm  # noqa: F401
