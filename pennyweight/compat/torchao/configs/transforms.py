@@ -48,7 +48,7 @@ __all__ = [
     "_module_extra_repr", "_quantization_type", "_replace_with_custom_fn_if_matches_filter_with_name",
     "_uint8_asymm_per_token_quant",
 ]  # fmt: skip
-__all__ += _OF_MODULES + _OF_TENSORS
+__all__.extend(_OF_MODULES + _OF_TENSORS)
 
 
 # -- one module, one tensor --------------------------------------------------------------------------------------------
