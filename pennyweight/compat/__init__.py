@@ -37,13 +37,17 @@ def install(name: str = "torchao", version: str | None = None) -> None:
         )
     had = importlib.util.find_spec(name) is not None
     from . import torchao
-    from .torchao import reading
+    from .torchao import reading, shown_class
+    from .torchao.operators import affine
 
     finder = torchao.modules(name, version or torchao.VERSION)
     sys.meta_path.insert(0, finder)
+    finder.hook()
     _INSTALLED[name] = finder
     importlib.invalidate_caches()
     reading.allow(name)
+    shown_class.show()
+    affine.define()
     early = [client for client in _CLIENTS if client in sys.modules]
     if early and not had:
         warnings.warn(
@@ -68,6 +72,12 @@ def uninstall(name: str = "torchao") -> None:
     """Undo :func:`install`. Names already imported elsewhere stay valid."""
     finder = _INSTALLED.pop(name, None)
     if finder is not None:
+        from .torchao import shown_class
+        from .torchao.operators import affine
+
+        shown_class.hide()
+        affine.undefine()
         sys.meta_path.remove(finder)
+        finder.unhook()
         for module in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
             del sys.modules[module]

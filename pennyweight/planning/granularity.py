@@ -10,11 +10,24 @@ from ..core.errors import ArgumentTypeError
 
 
 class MappingType(Enum):
-    """How a range of floats maps to codes."""
+    """How a range of floats maps to codes. Files name a member by its ``rule``."""
 
-    SYMMETRIC = "symmetric"
-    SYMMETRIC_NO_CLIPPING_ERR = "symmetric_no_clip"
-    ASYMMETRIC = "asymmetric"
+    SYMMETRIC = 1
+    SYMMETRIC_NO_CLIPPING_ERR = 2
+    ASYMMETRIC = 3
+
+    @property
+    def rule(self) -> str:
+        """The name in :mod:`pennyweight.core.qparams`: "symmetric", "symmetric_no_clip" or "asymmetric"."""
+        return _RULES[self.value - 1]
+
+    @classmethod
+    def _missing_(cls, value: object) -> MappingType | None:
+        """The member of a rule, which was its value in older releases and is in their pickles."""
+        return cls(_RULES.index(value) + 1) if isinstance(value, str) and value in _RULES else None
+
+
+_RULES = ("symmetric", "symmetric_no_clip", "asymmetric")
 
 
 @dataclass(frozen=True)

@@ -22,4 +22,5 @@ def modules(prefix: str, version: str | None = None) -> VirtualModules:
 
 _FINDER = modules(__name__)
 sys.meta_path.insert(0, _FINDER)
+_FINDER.hook()
 _FINDER.exec_module(sys.modules[__name__])

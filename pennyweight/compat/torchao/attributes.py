@@ -78,7 +78,8 @@ def _target_dtype(w: QT) -> Any:
 
 def _activation_quantization(w: QT) -> Any:
     view = IntxUnpackedToInt8Tensor
-    return view.take(w)["activation_quantization"] if view.holds(w) else None
+    found = view.take(w)["activation_quantization"] if view.holds(w) else None
+    return None if found is None else found.value
 
 
 def _zero_point_domain(w: QT) -> ZeroPointDomain:

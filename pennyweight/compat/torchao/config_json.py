@@ -5,8 +5,8 @@ types: the configs, granularities, layouts and enums of this package, types pass
 the configs, enums and dataclasses of the modules in ``ALLOWED_AO_MODULES`` that are already imported. Names in a file
 are looked up in that table; they are never imported or looked up in a module.
 
-Our configs are written with torchao's fields, so that torchao reads them; fields filled in by torchao's constructors
-(the granularity of float8 configs) are written as given. A tuple in your own config is ``{"_type": "tuple", ..}``.
+Our configs are written with torchao's fields, so that torchao reads them. A tuple in your own config is
+``{"_type": "tuple", ..}``.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ...planning.name_patterns import check_keys
 from . import enums, v0_8_configs, v0_8_layouts
 from .mx import inference, training
 from .prototype_quantization import float8_static
+from .configs import float8
 
 __all__ = [
     "ALLOWED_AO_MODULES", "AOBaseConfig", "ConfigJSONEncoder", "VersionMismatchError", "config_from_dict",
@@ -36,7 +37,9 @@ __all__ = [
 ]  # fmt: skip
 
 # Later entries win: those with torchao's name that also have the fields of its older releases.
-_HOMES = (configs, granularity, enums, v0_8_layouts, v0_8_configs, float8_static, inference, training)
+_HOMES = (
+    configs, granularity, enums, v0_8_layouts, v0_8_configs, float8, float8_static, inference, training,
+)  # fmt: skip
 _KINDS = (AOBaseConfig, enum.Enum, granularity.Granularity, v0_8_layouts.Layout, enums.Float8MMConfig)
 _OURS = {v for home in _HOMES for v in vars(home).values() if isinstance(v, type) and issubclass(v, _KINDS)}
 _SPECS: dict[str, Any] = {"QuantSpec": QuantSpec, "ActivationSpec": ActivationSpec}

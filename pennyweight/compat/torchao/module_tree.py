@@ -12,8 +12,11 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dis import opmap
-from types import ModuleType
+from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
+
+from . import module_files
 
 __all__ = ["TREE", "VirtualModules"]
 
@@ -117,24 +120,16 @@ REEXPORTS: dict[str, tuple[str, str]] = {
     ),
 }
 
-_CONFIGS = "v0_8_configs @configs"
+_CONFIGS = "v0_8_configs configs.float8 configs.granularity @configs"
 _PRIMITIVES = "primitives format_primitives hqq qparams enums"
-_NF4 = "nf4.tensor nf4.linear"
-_NF4_MODULE = f"{_NF4} nf4.parts nf4.operators nf4.handlers nf4.scalers"
 _MX_TENSORS = "mx.mx_tensor mx.nvfp4_tensor"
+_NF4 = "nf4.tensor nf4.linear"
 _TENSORS = f"int8_float8_views int4_views {_NF4} {_MX_TENSORS}"
+_PACKED = "packed.packed_linear packed.marlin_qqq packed.fbgemm packed.impls"
+_NF4_MODULE = f"{_NF4} nf4.parts nf4.operators nf4.handlers nf4.scalers"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
-_GPTQ = "algorithms.gptq_quantizers algorithms.multi_tensor"
-_FLOAT8_TENSOR = "float8_training.training_tensor float8_training.products float8_training.casting"
-_BLOCKWISE = "blockwise_float8.functions blockwise_float8.linear"
-_MOE = "moe_training.products moe_training.token_groups moe_training.config"
-_FLOAT8 = f"float8_training.config float8_training.layers {_FLOAT8_TENSOR} enums"
-_MX = "attributes"  # whose import gives tensors torchao's attributes
-_PARQ_QUANT = "parq.quantizers parq.least_squares parq.affine_quantizers parq.stretched_grid"
-_UINTX = "prototype_quantization.uintx_packed"
-_SPARSE = "sparse.api sparse.wanda sparse.supermask sparse.masks sparse.pruning"
-_PARQ = f"parq.optimizer parq.prox_maps {_PARQ_QUANT}"
 _QAT_CONFIGS = "qat.configs qat.fake_quantize_configs"
+_GPTQ = "algorithms.gptq_quantizers algorithms.multi_tensor"
 _QAT = f"{_QAT_CONFIGS} qat.fake_quantizers qat.linear qat.embedding qat.quantizers qat.steps"
 _OBSERVERS = (
     "@graph_observer_base @graph_range_observers @graph_histogram @graph_passive_observers pt2e.affine_observers "
@@ -143,30 +138,44 @@ _OBSERVERS = (
 _FAKE_QUANTIZE = "@graph_fake_quantize pt2e.affine_observers pt2e.defaults"
 _PT2E = "quantization.pt2e"
 _QUANTIZERS = "@graph_specs @graph_annotate pt2e.graph_names pt2e.graph_conversion @graph_xnnpack"
+_PARQ_QUANT = "parq.quantizers parq.least_squares parq.affine_quantizers parq.stretched_grid"
+_UINTX = "prototype_quantization.uintx_packed"
+_SPARSE = "sparse.api sparse.wanda sparse.supermask sparse.masks sparse.pruning"
+_PARQ = f"parq.optimizer parq.prox_maps {_PARQ_QUANT}"
+_MX = "attributes"  # whose import gives tensors torchao's attributes
+_FLOAT8_TENSOR = "float8_training.training_tensor float8_training.products float8_training.casting"
+_BLOCKWISE = "blockwise_float8.functions blockwise_float8.linear"
+_MOE = "moe_training.products moe_training.token_groups moe_training.config"
+_FLOAT8 = f"float8_training.config float8_training.layers {_FLOAT8_TENSOR} enums"
 
 # Package of torchao, modules in it ("." is the package itself), files here with their names.
 _ROWS = (
     ("", ".", "quant_api algorithms.autoquant"),
     ("", "utils", "tools hardware base_tensor dispatch"),
     ("", "_executorch_ops", "executorch_ops"),
-    ("", "_executorch_ops", "qat.executorch_ops"),
+    ("", "ops", "operators.registration"),
     ("core", ".", ""),
     ("core", "config", "config_json"),
-    ("dtypes", ".", f"v0_8_aqt v0_8_layouts {_TENSORS}"),
+    ("dtypes", ".", f"v0_8_aqt v0_8_layouts {_TENSORS} {_PACKED}"),
+    ("dtypes", "fbgemm_fp8_tensor fbgemm_int4_tensor", "packed.fbgemm"),
     ("dtypes", "affine_quantized_tensor", "v0_8_aqt v0_8_layouts enums"),
     ("dtypes", "affine_quantized_tensor_ops", "legacy_weights"),
     ("dtypes", "nf4tensor", _NF4_MODULE),
     ("dtypes", "_nf4tensor_api", "nf4.config"),
     ("dtypes", "utils", "v0_8_layouts tools hardware"),
-    ("dtypes.floatx", ". float8_layout floatx_tensor_core_layout", "v0_8_layouts"),
-    ("dtypes.uintx", ".", "v0_8_layouts"),
-    ("dtypes.uintx", "bitpacking uint4_layout", "v0_8_layouts"),
+    ("dtypes.floatx", ". floatx_tensor_core_layout", "v0_8_layouts packed.floatx"),
+    ("dtypes.floatx", "float8_layout", "v0_8_layouts packed.shifts"),
+    ("dtypes.uintx", ".", "v0_8_layouts packed.impls packed.marlin_qqq"),
+    ("dtypes.uintx", "bitpacking", "v0_8_layouts packed.shifts"),
+    ("dtypes.uintx", "uint4_layout", "v0_8_layouts"),
+    ("dtypes.uintx", "gemlite_layout", "packed.impls"),
+    ("dtypes.uintx", "marlin_qqq_tensor", "packed.marlin_qqq"),
     (
         "dtypes.uintx",
         "block_sparse_layout dyn_int8_act_int4_wei_cpu_layout int4_cpu_layout int4_xpu_layout marlin_sparse_layout "
         "packed_linear_int8_dynamic_activation_intx_weight_layout plain_layout q_dq_layout semi_sparse_layout "
         "tensor_core_tiled_layout uintx_layout",
-        "v0_8_layouts",
+        "v0_8_layouts packed.impls packed.packed_linear",
     ),
     ("float8", ". config float8_linear float8_linear_utils fsdp_utils types", _FLOAT8),
     ("float8", "distributed_utils float8_ops float8_training_tensor", _FLOAT8_TENSOR),
@@ -174,7 +183,7 @@ _ROWS = (
     ("float8", "float8_scaling_utils", _FLOAT8_TENSOR),
     ("float8", "float8_tensor", f"float8_training.tensor_0_9 {_FLOAT8_TENSOR}"),
     ("float8", "float8_utils", "float8_training.functions float8_training.config"),
-    ("float8", "inference", "float8_training.inference enums"),
+    ("float8", "inference", "float8_training.inference enums configs.granularity"),
     ("kernel", ". intmm", "int8_matmul"),
     ("kernel", "blockwise_quantization", "blockwise_float8.functions"),
     ("optim", ". adam cpu_offload", "@optim low_bit_optim.adam"),
@@ -185,42 +194,43 @@ _ROWS = (
     ("prototype", ".", ""),
     ("prototype", "_nf4tensor_api", "nf4.config"),
     ("prototype", "custom_fp_utils", "format_primitives"),
+    ("prototype.autoround", ". core multi_tensor utils", "algorithms.autoround"),
+    ("prototype.awq", ". api core", "algorithms.awq"),
     ("prototype.blockwise_fp8", ". blockwise_linear blockwise_quantization", _BLOCKWISE),
     ("prototype.blockwise_fp8_inference", ". blockwise_linear", _BLOCKWISE),
     ("prototype.blockwise_fp8_training", ". kernels linear", _BLOCKWISE),
-    ("prototype.autoround", ". core multi_tensor utils", "algorithms.autoround"),
-    ("prototype.awq", ". api core", "algorithms.awq"),
     ("prototype.dtypes", ".", "v0_8_layouts"),
-    ("prototype.dtypes.uintx", ".", "v0_8_layouts"),
-    ("prototype.dtypes.uintx", "bitpacking", "v0_8_layouts"),
+    ("prototype.dtypes", "uint2", "packed.uint2"),
+    ("prototype.dtypes", "uintgen", "packed.bit_fields"),
+    ("prototype.dtypes.floatx", ". floatx_tensor_core_layout", "v0_8_layouts packed.floatx"),
+    ("prototype.dtypes.uintx", ".", "v0_8_layouts packed.impls packed.marlin_qqq"),
+    ("prototype.dtypes.uintx", "bitpacking", "v0_8_layouts packed.shifts"),
+    ("prototype.dtypes.uintx", "gemlite_layout", "packed.impls"),
+    ("prototype.dtypes.uintx", "marlin_qqq_tensor", "packed.marlin_qqq"),
+    (
+        "prototype.dtypes.uintx",
+        "block_sparse_layout dyn_int8_act_int4_wei_cpu_layout uintx_layout",
+        "v0_8_layouts packed.impls",
+    ),
     ("prototype.dtypes.uintx", "uintx_utils", "v0_8_layouts"),
     ("prototype.float8_opaque_tensor", ". float8_opaque_tensor inference_workflow", "float8_opaque.tensor"),
     ("prototype.float8nocompile", ".", ""),
     (
-        "prototype.quantization.float8_static_quant",
-        ". prototype_float8_tensor",
-        "prototype_quantization.float8_static",
-        "prototype.mx_formats",
-        ". inference_workflow mx_subclass",
-        f"{_MX} mx.inference mx.training {_CONFIGS} {_MX_TENSORS} enums",
         "prototype.float8nocompile",
         "float8nocompile_linear float8nocompile_linear_utils float8nocompile_scaling_utils",
         "float8_training.nocompile",
     ),
-    ("prototype.quantization.int8_lut_tensor", ". int8_lut_tensor", "prototype_quantization.int8_lut"),
-    ("prototype.quantization.uintx", ". uintx_bit_packed_tensor", _UINTX),
-    ("prototype.mx_formats", "config", f"{_MX} mx.checks mx.training mx.constants enums"),
-    ("prototype.mx_formats", "constants", "mx.constants"),
-    ("prototype.mx_formats", "custom_cast kernels", "mx.element_codes mx.conversion mx.scale_layout mx.constants"),
-    ("prototype.mx_formats", "fp_format_spec", "mx.format_tables"),
-    ("prototype.mx_formats", "mx_linear", f"{_MX} mx.training mx.inference"),
-    ("prototype.mx_formats", "mx_tensor", f"{_MX} {_MX_TENSORS} mx.conversion mx.constants mx.scale_layout enums"),
-    ("prototype.mx_formats", "nvfp4_tensor", f"{_MX} {_MX_TENSORS} mx.conversion enums"),
-    ("prototype.mx_formats", "utils", "mx.scale_layout"),
-    ("prototype.qat", ". mx nvfp4", f"{_MX} mx.fake_quantize"),
     ("prototype.float8nocompile.kernels", ".", ""),
     ("prototype.float8nocompile.kernels", "fp8_dynamic_tensorwise", "float8_training.nocompile"),
     ("prototype.low_bit_optim", ". adam cpu_offload", "@optim low_bit_optim.adam"),
+    ("prototype.gptq", ". api observer", "algorithms.gptq"),
+    ("prototype.hqq", ". mixed_mm", "hqq"),
+    ("prototype.moe_quant", ". quantizable_moe_modules utils", "algorithms.moe_quant"),
+    (
+        "prototype.mx_formats",
+        ". inference_workflow mx_subclass",
+        f"{_MX} mx.inference mx.training {_CONFIGS} {_MX_TENSORS} enums",
+    ),
     ("prototype.low_bit_optim", "quant_utils", "low_bit_optim.quantizers"),
     ("prototype.low_bit_optim", "subclass_4bit", "low_bit_optim.state_4bit"),
     ("prototype.low_bit_optim", "subclass_8bit", "low_bit_optim.state_8bit"),
@@ -237,18 +247,7 @@ _ROWS = (
         "moe_training.nvfp4",
     ),
     ("prototype.moe_training", "utils", f"{_MOE} moe_training.weights"),
-    ("prototype.gptq", ". api observer", "algorithms.gptq"),
-    ("prototype.hqq", ". mixed_mm", "hqq"),
-    ("prototype.moe_quant", ". quantizable_moe_modules utils", "algorithms.moe_quant"),
-    ("prototype.quant_logger", ". quant_logger", "algorithms.quant_logger"),
-    ("prototype.quantization", "autoquant_v2", "algorithms.autoquant algorithms.autoquant_classes"),
-    ("prototype.quantization.codebook", ". codebook_ops codebook_quantized_tensor", "algorithms.codebook"),
-    (
-        "prototype.quantization.codebook_coreml",
-        ". api codebook_ops codebook_quantized_tensor",
-        "algorithms.codebook_coreml",
-    ),
-    ("prototype.quantization.gguf", ". api gguf_quantized_tensor", "algorithms.gguf"),
+    ("prototype.mx_formats", "config", f"{_MX} mx.checks mx.training mx.constants enums"),
     ("prototype.parq", ".", f"{_PARQ} parq.param_groups"),
     ("prototype.parq", "api", "parq.param_groups parq.optimizer"),
     ("prototype.parq", "utils", "parq.prox_maps"),
@@ -256,8 +255,34 @@ _ROWS = (
     ("prototype.parq.optim", "binarelax parq proxmap", "parq.prox_maps"),
     ("prototype.parq.optim", "quantopt", "parq.optimizer"),
     ("prototype.parq.quant", ". config_torchao lsbq quant_api quantizer uniform uniform_torchao", _PARQ_QUANT),
+    ("prototype.quant_logger", ". quant_logger", "algorithms.quant_logger"),
+    ("prototype.mx_formats", "constants", "mx.constants"),
+    ("prototype.mx_formats", "custom_cast kernels", "mx.element_codes mx.conversion mx.scale_layout mx.constants"),
+    ("prototype.mx_formats", "fp_format_spec", "mx.format_tables"),
+    ("prototype.mx_formats", "mx_linear", f"{_MX} mx.training mx.inference"),
+    ("prototype.mx_formats", "mx_tensor", f"{_MX} {_MX_TENSORS} mx.conversion mx.constants mx.scale_layout enums"),
+    ("prototype.mx_formats", "nvfp4_tensor", f"{_MX} {_MX_TENSORS} mx.conversion enums"),
+    ("prototype.mx_formats", "utils", "mx.scale_layout"),
+    ("prototype.qat", ". mx nvfp4", f"{_MX} mx.fake_quantize"),
     ("prototype.quantization", ". quant_api", f"prototype_quantization.float8_static {_UINTX} {_CONFIGS}"),
     ("prototype.quantization.embedding", ". api", "prototype_quantization.embeddings"),
+    (
+        "prototype.quantization.float8_static_quant",
+        ". prototype_float8_tensor",
+        "prototype_quantization.float8_static",
+    ),
+    ("prototype.quantization.int8_lut_tensor", ". int8_lut_tensor", "prototype_quantization.int8_lut"),
+    ("prototype.quantization.uintx", ". uintx_bit_packed_tensor", _UINTX),
+    ("prototype.quantization", "autoquant_v2", "algorithms.autoquant algorithms.autoquant_classes"),
+    ("prototype.quantization.codebook", ". codebook_ops codebook_quantized_tensor", "algorithms.codebook"),
+    (
+        "prototype.quantization.codebook_coreml",
+        ". api codebook_ops codebook_quantized_tensor",
+        "algorithms.codebook_coreml",
+    ),
+    ("prototype.quantization.codebook_groupwise", ". api", "algorithms.codebook_groupwise"),
+    ("prototype.quantization.codebook_utils", ". codebook_utils", "algorithms.codebook_groupwise"),
+    ("prototype.quantization.gguf", ". api gguf_quantized_tensor", "algorithms.gguf"),
     ("prototype.quantization.int4", ".", f"{_CONFIGS} int8_float8_views int4_views"),
     ("prototype.quantization.int4", "inference_workflow", _CONFIGS),
     ("prototype.quantization.int4", "int4_opaque_tensor", "int8_float8_views int4_views"),
@@ -268,20 +293,6 @@ _ROWS = (
     ),
     ("prototype.safetensors", ".", ""),
     ("prototype.safetensors", "safetensors_support safetensors_utils", "safetensors_state"),
-    ("prototype.smoothquant", ". api core", "algorithms.smoothquant algorithms.v0_9_smoothquant"),
-    ("prototype.spinquant", ". spinquant", "algorithms.spinquant"),
-    ("prototype.spinquant", "_hadamard_matrices hadamard_utils", "algorithms.hadamard"),
-    (
-        "quantization",
-        ".",
-        f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights int8_matmul base_tensor {_QAT_CONFIGS}",
-        f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights int8_matmul base_tensor qat_configs {_GPTQ} "
-        "algorithms.smooth_linear algorithms.autoquant",
-    ),
-    ("quantization", "GPTQ_MT smoothquant", f"{_GPTQ} algorithms.smooth_linear"),
-    ("quantization.GPTQ", ". GPTQ", f"{_GPTQ} linear_modules"),
-    ("quantization", "autoquant", "algorithms.autoquant algorithms.autoquant_classes"),
-    ("quantization", "transform_module", "quant_api"),
     ("sparsity", ".", f"{_SPARSE} v0_8_configs"),
     ("sparsity", "sparse_api", "sparse.api"),
     ("sparsity", "blocksparse", "sparse.block_sparse"),
@@ -299,17 +310,32 @@ _ROWS = (
             (home, ".", "sparse.pruning"),
             (f"{home}.scheduler", ". base_scheduler cubic_scheduler lambda_scheduler", "sparse.pruning"),
             (
-                f"{home}.pruner",
-                ". FPGM_pruner base_structured_sparsifier lstm_saliency_pruner match_utils parametrization "
-                "prune_functions saliency_pruner",
-                "sparse.structured_pruning",
-            (
                 f"{home}.sparsifier",
                 ". base_sparsifier nearly_diagonal_sparsifier utils weight_norm_sparsifier",
                 "sparse.pruning",
             ),
-        )
+            (
+                f"{home}.pruner",
+                ". FPGM_pruner base_structured_sparsifier lstm_saliency_pruner match_utils parametrization "
+                "prune_functions saliency_pruner",
+                "sparse.structured_pruning",
             ),
+        )
+    ),
+    ("prototype.smoothquant", ". api core", "algorithms.smoothquant algorithms.v0_9_smoothquant"),
+    ("prototype.spinquant", ". spinquant", "algorithms.spinquant"),
+    ("prototype.spinquant", "_hadamard_matrices hadamard_utils", "algorithms.hadamard"),
+    (
+        "quantization",
+        ".",
+        f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights int8_matmul base_tensor {_QAT_CONFIGS} packed.fbgemm "
+        f"{_GPTQ} algorithms.smooth_linear algorithms.autoquant",
+    ),
+    ("quantization", "GPTQ_MT smoothquant", f"{_GPTQ} algorithms.smooth_linear"),
+    ("quantization.GPTQ", ". GPTQ", f"{_GPTQ} linear_modules"),
+    ("quantization", "autoquant", "algorithms.autoquant algorithms.autoquant_classes quant_api"),
+    ("quantization", "transform_module", "quant_api configs.transforms"),
+    ("quantization.marlin_qqq", ". utils", "packed.marlin_qqq"),
     (
         "quantization",
         "dynamic_quant linear_activation_scale linear_activation_weight_observed_tensor subclass weight_only "
@@ -319,15 +345,16 @@ _ROWS = (
     ("quantization", "granularity", "@granularity"),
     ("quantization", "linear_activation_quantized_tensor", "v0_8_aqt"),
     ("quantization", "linear_quant_modules unified", "linear_modules"),
-    ("quantization", "observer", "observers"),
+    ("quantization", "observer", "observers @granularity qparams hardware"),
     (
         "quantization",
         "quant_api",
-        f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights qat_configs algorithms.autoquant",
+        f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights {_QAT_CONFIGS} {_PACKED} algorithms.autoquant "
+        "configs.transforms groupwise hardware",
     ),
-    ("quantization", "quant_api", f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights {_QAT_CONFIGS}"),
-    ("quantization", "quant_primitives", _PRIMITIVES),
-    ("quantization", "utils", "groupwise int8_matmul tools qparams"),
+    ("quantization", "quant_primitives", f"{_PRIMITIVES} hardware"),
+    ("quantization", "utils", "groupwise int8_matmul tools qparams primitives configs.transforms hardware"),
+    ("prototype", "int4_opaque_tensor", f"{_CONFIGS} int8_float8_views int4_views"),
     ("prototype.tensor_conversion", ".", ""),
     ("prototype.tensor_conversion", "api", "hardware"),
     ("quantization.prototype", ".", ""),
@@ -337,9 +364,9 @@ _ROWS = (
     ("quantization.qat", ". api embedding fake_quantize_config fake_quantizer linear two_step_quantizer", _QAT),
     ("quantization.qat", "affine_fake_quantized_tensor", "qat.fake_quantized_tensor"),
     ("quantization.qat", "utils", "qat.functions"),
-    ("quantization.quantize_", ".", ""),
-    ("quantization.quantize_.common", ".", f"enums {_TENSORS} algorithms.pre_scaled"),
-    ("quantization.quantize_.common", "protocol", "algorithms.pre_scaled"),
+    ("quantization.quantize_", ". int4_groupwise_preshuffle_tensor", "packed.fbgemm"),
+    ("quantization.quantize_.common", ".", f"enums {_TENSORS} protocols"),
+    ("quantization.quantize_.common", "protocol", "protocols"),
     ("quantization.quantize_.common", "kernel_preference packing_format quantization_step", "enums"),
     ("quantization.quantize_.common", "quantize_tensor_kwargs", _TENSORS),
     ("quantization.quantize_.workflows", ".", f"{_TENSORS} enums"),
@@ -440,7 +467,13 @@ class VirtualModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if inner is None or (inner == "" and self.prefix == self.home):
             return None
         if inner in self.tree:
-            return importlib.machinery.ModuleSpec(fullname, self, is_package=inner in self.packages)
+            is_package = inner in self.packages
+            spec = importlib.machinery.ModuleSpec(
+                fullname, self, origin=self.get_filename(fullname), is_package=is_package
+            )
+            if is_package:
+                spec.submodule_search_locations = module_files.search_path(fullname)
+            return spec
         why = self.missing(inner, None)
         if why is not None:
             raise ModuleNotFoundError(f"{fullname}: {why}", name=fullname)
@@ -462,6 +495,8 @@ class VirtualModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                     source, names = self._names(home)
                     if name in names or (home not in REEXPORTS and name in source.__dict__):
                         value = getattr(source, name)
+                        if isinstance(value, type) and hasattr(value, "__dataclass_fields__"):
+                            importlib.import_module(f"{self.home}.configs.assignment").enable(value)
                         setattr(module, name, value)
                         return value
                 path = f"{inner}.{name}" if inner else name
@@ -473,6 +508,8 @@ class VirtualModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 
         module.__doc__ = f"{module.__name__}, served by pennyweight."
+        if not hasattr(module, "__file__"):  # the home itself has one
+            module.__file__ = self.get_filename(module.__name__)
         module.__getattr__ = get  # type: ignore[method-assign]
         module.__dir__ = lambda: sorted({*module.__dict__, *get("__all__")})  # type: ignore[method-assign]
         if inner == "" and self.version is not None:
@@ -492,6 +529,37 @@ class VirtualModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return importlib.import_module(path), names.split()
         module = importlib.import_module(f"{self.home}.{home}")
         return module, module.__all__
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def get_filename(self, fullname: str) -> str:
+        """The file with the first names of a module. Raises ImportError for another module."""
+        inner = self._path(fullname)
+        if inner not in self.tree:
+            raise ImportError(f"{fullname} is not a module of {self.prefix}", name=fullname)
+        return module_files.file_of(self.tree[inner] if inner else (), REEXPORTS)
+
+    def get_source(self, fullname: str) -> str:
+        """The text of :meth:`get_filename`."""
+        return Path(self.get_filename(fullname)).read_text(encoding="utf-8")
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The code for ``python -m``: none of the file runs again."""
+        self.get_filename(fullname)
+        return module_files.code_of(fullname)
+
+    def is_package(self, fullname: str) -> bool:
+        return self._path(fullname) in self.packages
+
+    def get_resource_reader(self, fullname: str) -> module_files.Resources:
+        return module_files.Resources()
+
+    def hook(self) -> None:
+        """Let pkgutil list the modules; :meth:`unhook` undoes it."""
+        self._hook = module_files.add_hook(self.prefix, self.tree, self.packages)
+
+    def unhook(self) -> None:
+        module_files.remove_hook(self._hook)
 
     # -- metadata ----------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from .qparams import (
     choose_qparams_affine,
     choose_qparams_affine_with_min_max,
     expand_to_groups,
+    kept_by_export,
     require,
     stored_dtype,
     straight_round,
@@ -107,6 +108,7 @@ def check_zero_point(zero_point: Tensor | None, domain: Any) -> None:
         raise ValueError("zero_point should be None when zero_point_domain is NONE")
 
 
+@kept_by_export
 @torch.no_grad()
 def quantize_affine(
     input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, output_dtype: Any,
@@ -177,6 +179,7 @@ def _dequantize(
     return values(input, block_size, scale, zero_point, quant_min, quant_max, domain, output_dtype)
 
 
+@kept_by_export
 def dequantize_affine(
     input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, input_dtype: Any,
     quant_min: float | None = None, quant_max: float | None = None,

@@ -8,7 +8,8 @@ machine epsilon).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -47,6 +48,26 @@ _DTYPE_TO_QVALUE_BOUNDS: dict[Any, tuple[int, int]] = {
 _DTYPE_TO_BIT_WIDTH: dict[Any, int] = {
     dtype: (high - low).bit_length() for dtype, (low, high) in _DTYPE_TO_QVALUE_BOUNDS.items()
 }
+
+
+# Name of a function -> its call under torch.export, which may return NotImplemented; filled by operators/affine.py.
+EXPORTED: dict[str, Callable[..., Any]] = {}
+
+
+def kept_by_export(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: call the entry in :data:`EXPORTED`, if there is one, while torch.export traces. ``whole`` is the
+    function itself."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if EXPORTED and torch.compiler.is_exporting():
+            result = EXPORTED[function.__name__](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return function(*args, **kwargs)
+
+    call.whole = function  # type: ignore[attr-defined]
+    return call
 
 
 def require(ok: bool, message: str) -> None:
@@ -253,6 +274,7 @@ def _choose(
     return _as_asked(scale, zero_point, domain, scale_dtype, zero_point_dtype)
 
 
+@kept_by_export
 @torch.no_grad()
 def choose_qparams_affine(
     input: Tensor, mapping_type: MappingType, block_size: Sequence[int], target_dtype: Any,

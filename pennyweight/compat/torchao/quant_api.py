@@ -15,6 +15,7 @@ from ...planning.parameters import is_linear
 from ...planning.report import Report
 from ...quantize.pipeline import quantize_ as _quantize_
 from . import attributes
+from .configs.assignment import snapshot
 from .linear_modules import Filter, _is_linear, _replace_with_custom_fn_if_matches_filter
 
 __all__ = [
@@ -48,18 +49,26 @@ def quantize_(
         config = config()
     if config is None or not (isinstance(config, AOBaseConfig) or callable(config)):
         raise TypeError(f"quantize_ needs a config such as Int8WeightOnlyConfig(), got {config!r}")
+    config = snapshot(config)
     if isinstance(config, FqnToConfig):
         if filter_fn not in (None, _is_linear, is_linear):
             raise ValueError("FqnToConfig selects layers by name; omit filter_fn")
-        return _quantize_(model, config, None, device, **kwargs)
+        report = _quantize_(model, config, None, device, **kwargs)
+        _show_weights(model)
+        return report
     chosen = filter_fn if filter_fn is not None else _is_linear
     if not any(chosen(module, name) for name, module in model.named_modules()):
         return None
     report = _quantize_(model, config, chosen, device, **kwargs)
+    _show_weights(model)
+    return report
+
+
+def _show_weights(model: nn.Module) -> None:
+    """Let the repr of quantized linear layers include their weight's."""
     for module in model.modules():
         if type(module) is nn.Linear and isinstance(module.weight, AffineQuantizedTensor):
             module.extra_repr = _ExtraRepr(module)  # type: ignore[method-assign]
-    return report
 
 
 class _ExtraRepr:
@@ -70,7 +79,10 @@ class _ExtraRepr:
 
     def __call__(self) -> str:
         m = self.module
-        return f"in_features={m.in_features}, out_features={m.out_features}, weight={m.weight}"
+        weight = (
+            f", weight={m.weight}" if isinstance(m.weight, AffineQuantizedTensor) else ""
+        )  # not of a dequantized one
+        return f"in_features={m.in_features}, out_features={m.out_features}, bias={m.bias is not None}{weight}"
 
 
 def fqn_matches_fqn_config(fqn: str, config: FqnToConfig) -> bool:

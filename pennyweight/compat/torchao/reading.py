@@ -32,11 +32,6 @@ _Q = "quantization"
 _W = f"{_Q}.quantize_.workflows"
 
 
-def _mapping_type(value: Any) -> granularity.MappingType:
-    """torchao's enum starts at one."""
-    return list(granularity.MappingType)[value - 1] if isinstance(value, int) else granularity.MappingType(value)
-
-
 def _at(homes: str, source: Any, *names: str) -> Iterator[tuple[str, Any]]:
     for home in homes.split():
         for name in names:
@@ -75,8 +70,8 @@ GLOBALS: dict[str, Any] = dict(
         *_at("optim.subclass_8bit prototype.low_bit_optim.subclass_8bit", state_8bit, "OptimState8bit"),
         *_at("optim.subclass_4bit prototype.low_bit_optim.subclass_4bit", state_4bit, "OptimState4bit"),
         *_at("optim.subclass_fp8 prototype.low_bit_optim.subclass_fp8", state_fp8, "OptimStateFp8"),
-        (f"{_Q}.quant_primitives.MappingType", _mapping_type),
-        (f"{_Q}.MappingType", _mapping_type),
+        (f"{_Q}.quant_primitives.MappingType", granularity.MappingType),
+        (f"{_Q}.MappingType", granularity.MappingType),
     )
 )  # fmt: skip
 

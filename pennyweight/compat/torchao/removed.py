@@ -11,8 +11,8 @@ _SMOOTH = (
     'pennyweight.quantize_(model, Int8DynamicActivationInt8WeightConfig(), calibration=batches, algorithm="smooth")'
 )
 _TRAIN = "quantize_ with a config of pennyweight.training: Float8TrainingConfig, Int8MixedPrecisionTrainingConfig, MXTrainingConfig"
-_DELAYED = "scales are recomputed in each product, ScalingType.DYNAMIC: no history is kept or synchronized"
 _ATTENTION = "F.scaled_dot_product_attention, in the dtype of its inputs; pennyweight.integrations.kv_cache.QuantizedCache stores keys and values in 8 bits or less"
+_DELAYED = "scales are recomputed in each product, ScalingType.DYNAMIC: no history is kept or synchronized"
 _GPU = "packs for one GPU; "
 
 # Path of a module or of a name in it -> (releases of torchao that had it, from their wheels; replacement).
@@ -23,16 +23,13 @@ GONE: dict[str, tuple[str, str]] = {
     "float8.roofline_utils": ("0.4 to 0.11", "a measurement, pennyweight doctor --bench"),
     "float8.stateful_float8_linear": ("0.9", _DELAYED),
     "kernel": ("0.1 on", "torchao.kernel.intmm"),
-    "ops": ("0.2 on", "F.linear with a quantized weight: torchao's own operators are those of its kernels"),
     "prototype.attention": ("0.17 on", _ATTENTION),
-    "prototype.blockwise_fp8_training": ("0.13 on", "Float8BlockwiseLinearConfig, or pennyweight.training.grouped_mm with recipe 'blockwise'"),
     "prototype.autoround.autoround_llm": ("0.5 on", "prepare_model_for_applying_auto_round_ with your own batches"),
     "prototype.autoround.eval_autoround": ("0.5 on", "prepare_model_for_applying_auto_round_, then pennyweight.compare"),
+    "prototype.blockwise_fp8_training": ("0.13 on", "Float8BlockwiseLinearConfig, or pennyweight.training.grouped_mm with recipe 'blockwise'"),
     "prototype.common": ("0.2 on", "torch.profiler"),
     "prototype.dora": ("0.2 to 0.9", "PEFT's DoRA"),
     "prototype.dtypes.bitnet": ("0.3 to 0.9", "SpecConfig(TERNARY_TENSOR)"),
-    "prototype.dtypes.uint2": ("0.3 to 0.9", "UIntXWeightOnlyConfig(torch.uint2)"),
-    "prototype.dtypes.uintgen": ("0.3 to 0.9", "UIntXWeightOnlyConfig"),
     "prototype.float8nocompile": ("0.8 on", "nothing: these are its own tests; the layers are in float8nocompile_linear"),
     "prototype.fp8_sdpa_inference": ("0.16 on", _ATTENTION),
     "prototype.galore": ("0.2 to 0.11", "low-rank gradients are not supported; use optimizers with 8-bit states"),
@@ -41,19 +38,11 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.mx_formats.mx_ops": ("0.3 to 0.12", f"nothing: each {_HANDLER}"),
     "prototype.paretoq": ("0.11 on", _QAT),
     "prototype.profiler": ("0.8 and 0.9", "torch.profiler"),
-    "prototype.quantization.codebook_groupwise": ("0.13 on", "pennyweight.CodebookWeightOnlyConfig finds codebooks by k-means"),
-    "prototype.quantization.codebook_utils": ("0.13 on", "pennyweight.CodebookWeightOnlyConfig finds codebooks by k-means"),
+    "prototype.quantization.codebook_groupwise.codebook_quantized_tensor": ("0.13 on", "GroupwiseLutWeightConfig: it was packed for ARM processors"),
     "prototype.quantization.subgraph_utils": ("0.8 to 0.16", "pennyweight.recommend"),
     "prototype.splitk": ("0.4 to 0.9", "nothing: it was a GPU kernel"),
-    "quantization.quantize_.int4_groupwise_preshuffle_tensor": ("0.12", f"{_GPU}Int4Tensor"),
     "testing.training.roofline_utils": ("0.12 on", "a measurement: pennyweight doctor --bench"),
-    "testing.training.roofline_utils": ("0.12 on", "measuring with torchao.utils.benchmark_model: these are estimates for GPUs"),
-    "dtypes.fbgemm_fp8_tensor": ("0.12 and 0.13", "Float8Tensor"),
-    "dtypes.fbgemm_int4_tensor": ("0.12", "Int4Tensor"),
-    "dtypes.uintx.gemlite_layout": ("0.8 to 0.16", "UIntXWeightOnlyConfig: kernels are chosen from the table"),
-    "dtypes.uintx.marlin_qqq_tensor": ("0.8 to 0.15", "Int8DynamicActivationInt4WeightConfig"),
     "experimental": ("0.7 on", "the configs of torchao.quantization, which run everywhere"),
-    "prototype.moe_training": ("0.12 on", "pennyweight.training.grouped_mm, which runs on every device and takes the rows of each expert"),
     "prototype.gptq.gptq_example": ("0.16 on", _GPTQ),
     "quantization.GPTQ.GenericGPTQRunner": ("0.3 to 0.11", _GPTQ),
     "prototype.hqq.hqq_tinygemm_linear": ("0.2 on", 'pennyweight.quantize_(model, config, algorithm="hqq"); the formulas are in torchao.quantization.quant_primitives'),
@@ -61,28 +50,16 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.hqq.mixed_mm.triton_mixed_mm": ("0.2 on", "F.linear with a quantized weight: it was a GPU kernel"),
     "prototype.hqq.triton_mixed_mm": ("0.2 on", "F.linear with a quantized weight: it was a GPU kernel"),
     "prototype.moe_quant.llama4_quant": ("0.11 to 0.15", "MoEQuantConfig; it was a script that loads a model when imported"),
+    "prototype.moe_training": ("0.12 on", "pennyweight.training.grouped_mm, which runs on every device and takes the rows of each expert"),
     "prototype.pat": ("0.17 on", "pennyweight.optim.PruneOptimizer"),
     "prototype.quantization.module_swap": ("0.10 on", "quantize_, which keeps the modules"),
     "prototype.quantized_training": ("0.5 on", _TRAIN),
+    "quantization.pt2e.inductor_passes": ("0.11 on", "pennyweight.lower; torch.compile, whose own passes fuse quantized layers"),
+    "prototype.sparsity.activation": ("0.10 to 0.15", "torch.nn.functional.relu(x) ** 2 and pennyweight.quantize_: its kernel was for one GPU"),
+    "prototype.sparsity.superblock": ("0.7 to 0.9", _SCRIPTS),
     "prototype.spinquant._hadamard_matrices.get_had156": ("0.7 on", "get_hadK(156 * 2**n) with n >= 1"),
     "prototype.spinquant._hadamard_matrices.get_had172": ("0.7 on", "get_hadK(172 * 2**n), which uses a larger matrix"),
     "prototype.spinquant._hadamard_matrices.get_had52": ("0.7 on", "get_hadK(52 * 2**n) with n >= 1"),
-    "prototype.sparsity.activation": ("0.10 to 0.15", "torch.nn.functional.relu(x) ** 2 and pennyweight.quantize_: its kernel was for one GPU"),
-    "prototype.sparsity.superblock": ("0.7 to 0.9", _SCRIPTS),
-    "quantization.FbgemmConfig": ("0.12 and 0.13", "Int4WeightOnlyConfig or Float8DynamicActivationFloat8WeightConfig"),
-    "quantization.Int4GroupwisePreshuffleTensor": ("0.12", f"{_GPU}Int4Tensor"),
-    "quantization.marlin_qqq": ("0.7 to 0.15", "Int8DynamicActivationInt4WeightConfig"),
-    "quantization.pt2e.inductor_passes": ("0.11 on", "pennyweight.lower; torch.compile, whose own passes fuse quantized layers"),
-    "prototype.dtypes.floatx": ("0.15", f"{_GPU}FPXWeightOnlyConfig"),
-    "prototype.dtypes.uintx.GemlitePackedLayout": ("0.15 and 0.16", "UIntXWeightOnlyConfig: kernels are chosen from the table"),
-    "prototype.dtypes.uintx.MarlinQQQTensor": ("0.15", "Int8DynamicActivationInt4WeightConfig"),
-    "prototype.dtypes.uintx.block_sparse_layout": ("0.15 and 0.16", _SPARSE),
-    "prototype.dtypes.uintx.dyn_int8_act_int4_wei_cpu_layout": ("0.15 and 0.16", "Int8DynamicActivationInt4WeightConfig"),
-    "prototype.dtypes.uintx.gemlite_layout": ("0.15 and 0.16", "UIntXWeightOnlyConfig: kernels are chosen from the table"),
-    "prototype.dtypes.uintx.marlin_qqq_tensor": ("0.15", "Int8DynamicActivationInt4WeightConfig"),
-    "prototype.dtypes.uintx.to_marlinqqq_quantized_intx": ("0.15", "Int8DynamicActivationInt4WeightConfig"),
-    "prototype.dtypes.uintx.uintx_layout": ("0.15 and 0.16", "UIntXWeightOnlyConfig"),
-    "prototype.int4_opaque_tensor": ("0.15 and 0.16", "Int4WeightOnlyConfig"),
     "prototype.quantization.dynamic_activation_lut": ("0.13", "Int8DynamicActivationIntxWeightConfig"),
     "prototype.quantization.int4.Int4WeightOnlyOpaqueTensorConfig": ("0.17", "Int4WeightOnlyConfig"),
     "prototype.quantization.int4.inference_workflow.Int4WeightOnlyOpaqueTensorConfig": ("0.17", "Int4WeightOnlyConfig"),
@@ -101,19 +78,9 @@ GONE: dict[str, tuple[str, str]] = {
 
 # Path of a module -> replacement for its missing names.
 BESIDES: dict[str, str] = {
+    "prototype.quantization.codebook_groupwise": "GroupwiseLutWeightConfig; embeddings with tables, CodebookWeightOnlyConfig of codebook_coreml",
     "prototype.autoround.utils": "transformers' own functions, and your own batches",
-    "dtypes": f"{_GPU}to_affine_quantized_intx with PlainLayout()",
-    "dtypes.floatx": f"{_GPU}FPXWeightOnlyConfig",
     "dtypes.floatx.float8_layout": "Float8Tensor; scales have an axis for each of the tensor's",
-    "dtypes.floatx.floatx_tensor_core_layout": f"{_GPU}FPXWeightOnlyConfig",
-    "dtypes.uintx": f"{_GPU}Int8DynamicActivationInt4WeightConfig",
-    "dtypes.uintx.bitpacking": "pack and unpack",
-    "dtypes.uintx.block_sparse_layout": _SPARSE,
-    "dtypes.uintx.dyn_int8_act_int4_wei_cpu_layout": "Int8DynamicActivationInt4WeightConfig",
-    "dtypes.uintx.int4_xpu_layout": f"{_GPU}Int4CPULayout()",
-    "dtypes.uintx.marlin_sparse_layout": _SPARSE,
-    "dtypes.uintx.packed_linear_int8_dynamic_activation_intx_weight_layout": "Int8DynamicActivationIntxWeightConfig, whose weights are packed for the processor at hand",
-    "dtypes.uintx.semi_sparse_layout": _SPARSE,
     "dtypes.uintx.uint4_layout": "UIntXWeightOnlyConfig(torch.uint4)",
     "prototype.quantized_training.int8_mm": "scaled_int8_mm, which runs on every device",
     **dict.fromkeys(
@@ -122,10 +89,11 @@ BESIDES: dict[str, str] = {
     ),
     "float8.fsdp_utils": "fully_shard(model), which gathers weights in their own dtype",
     "kernel": _SPARSE,
+    "ops": "F.linear with a quantized weight: these operators are those of torchao's own kernels and their packings",
     "quantization.pt2e.convert": "convert_pt2e",
     "testing.pt2e.utils": "a graph of convert_pt2e; float8 operators of torchao are not in graphs",
     "prototype.dtypes": "IntxWeightOnlyConfig(torch.int2)",
-    "prototype.dtypes.uintx.bitpacking": "pack and unpack",
+    "prototype.dtypes.uint2": "pack_uint2 and unpack_uint2; for weights, UIntXWeightOnlyConfig(torch.uint2)",
     **dict.fromkeys(
         [f"prototype.moe_training{end}" for end in (".kernels", ".kernels.mxfp8", ".kernels.mxfp8.quant", ".utils")],
         "pennyweight.training.grouped_mm, which quantizes its operands itself; the others were kernels for a GPU",
@@ -142,7 +110,6 @@ BESIDES: dict[str, str] = {
     "sparsity.blocksparse": _HANDLER,
     "sparsity.marlin": f"{_GPU}Int4WeightOnlyConfig(layout=MarlinSparseLayout())",
     "quantization.quant_api": "register_quantize_module_handler",
-    "quantization.quantize_": "Int4Tensor",
 }
 
 

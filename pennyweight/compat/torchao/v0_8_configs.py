@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,13 @@ from ...planning.configs.integer import INT8_EPS
 from ...planning.granularity import Granularity, MappingType, PerGroup, PerRow, PerToken
 from ...planning.parameters import Site
 from ...planning.scheme import Scheme
-from .enums import ZeroPointDomain
+from .enums import (
+    Int4ChooseQParamsAlgorithm,
+    Int4PackingFormat,
+    IntxChooseQParamsAlgorithm,
+    IntxPackingFormat,
+    ZeroPointDomain,
+)
 from .int8_float8_views import QuantizeTensorToInt8Kwargs
 from .v0_8_layouts import CutlassSemiSparseLayout, Layout, MarlinSparseLayout, SemiSparseLayout
 
@@ -64,12 +70,24 @@ def stored_dense(owner: str) -> None:
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _WithLayout:
+class _CurrentRepr:
+    """repr with the fields of the current release, and others that are not at their default."""
+
+    def __repr__(self) -> str:
+        shown = []
+        for f in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            if f.repr or value != f.default:
+                shown.append(f"{f.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclass(frozen=True, repr=False)
+class _WithLayout(_CurrentRepr):
     """Mixin that adds a layout; must precede our config in the bases."""
 
     _: KW_ONLY
-    layout: Any = None
+    layout: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
@@ -79,16 +97,18 @@ class _WithLayout:
         return _prune(self, super().scheme(site, on_indivisible), site)  # type: ignore[misc]
 
 
-@dataclass(frozen=True)
-class Int4WeightOnlyConfig(ours.Int4WeightOnlyConfig):
+@dataclass(frozen=True, repr=False)
+class Int4WeightOnlyConfig(_CurrentRepr, ours.Int4WeightOnlyConfig):
     """4-bit weights in groups. ``zero_point_domain``: FLOAT (tinygemm's numbers; also what None and NONE mean), or INT:
     integer zero points, with ``preserve_zero`` as is usual for those."""
 
+    int4_packing_format: Any = Int4PackingFormat.PLAIN
+    int4_choose_qparams_algorithm: Any = Int4ChooseQParamsAlgorithm.TINYGEMM
     _: KW_ONLY
-    layout: Any = None
-    use_hqq: bool = False
-    zero_point_domain: Any = None
-    preserve_zero: bool | None = None
+    layout: Any = field(default=None, repr=False)
+    use_hqq: bool = field(default=False, repr=False)
+    zero_point_domain: Any = field(default=None, repr=False)
+    preserve_zero: bool | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.set_inductor_config, Layout):  # the second argument in 0.8
@@ -111,9 +131,11 @@ class Int4WeightOnlyConfig(ours.Int4WeightOnlyConfig):
         return Scheme(spec, rule="asymmetric", eps=1e-6)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Int8DynamicActivationInt8WeightConfig(_WithLayout, ours.Int8DynamicActivationInt8WeightConfig):
     """Like ours, with ``layout``."""
+
+    act_group_size: int | None = field(default=None, repr=False)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], Layout):  # the first argument in 0.8
@@ -152,23 +174,32 @@ class Int8StaticActivationInt8WeightConfig(ours.Int8StaticActivationInt8WeightCo
         return super().scheme(site, on_indivisible)
 
 
-@dataclass(frozen=True)
-class Int8DynamicActivationInt4WeightConfig(ours.Int8DynamicActivationInt4WeightConfig):
+@dataclass(frozen=True, repr=False)
+class Int8DynamicActivationInt4WeightConfig(_CurrentRepr, ours.Int8DynamicActivationInt4WeightConfig):
     """Like ours; the layout is checked."""
+
+    act_group_size: int | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_layout(self, self.layout)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class IntxWeightOnlyConfig(_WithLayout, ours.IntxWeightOnlyConfig):
     """Like ours, with ``layout`` (0.11 and 0.12)."""
 
+    intx_packing_format: Any = IntxPackingFormat.UNPACKED_TO_INT8
+    intx_choose_qparams_algorithm: Any = IntxChooseQParamsAlgorithm.AFFINE
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Int8DynamicActivationIntxWeightConfig(_WithLayout, ours.Int8DynamicActivationIntxWeightConfig):
     """Like ours, with ``layout`` (0.11 and 0.12)."""
+
+    intx_packing_format: Any = IntxPackingFormat.UNPACKED_TO_INT8
+    intx_choose_qparams_algorithm: Any = IntxChooseQParamsAlgorithm.AFFINE
+    act_group_size: int | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Float8WeightOnlyConfig(AOBaseConfig):
     weight_dtype: AnyDtype = torch.float8_e4m3fn
     set_inductor_config: bool = True
     version: int = 2
-    granularity: Granularity | None = None
+    granularity: Granularity | None = field(default_factory=PerRow)
 
     def __post_init__(self) -> None:
         require_float8(type(self).__name__, self.weight_dtype)

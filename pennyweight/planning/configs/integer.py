@@ -156,7 +156,7 @@ class IntxWeightOnlyConfig(AOBaseConfig):
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         return Scheme(
             intx(self.weight_dtype, self.granularity, self.mapping_type, self.scale_dtype, site, on_indivisible),
-            rule=_intx_rule(self) or self.mapping_type.value,
+            rule=_intx_rule(self) or self.mapping_type.rule,
         )
 
 
@@ -188,7 +188,7 @@ class Int8DynamicActivationIntxWeightConfig(AOBaseConfig):
             self.weight_dtype, self.weight_granularity, self.weight_mapping_type, self.weight_scale_dtype, site,
             on_indivisible,
         )  # fmt: skip
-        return Scheme(weight, act, _intx_rule(self) or self.weight_mapping_type.value)
+        return Scheme(weight, act, _intx_rule(self) or self.weight_mapping_type.rule)
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class Int8DynamicActivationInt4WeightConfig(AOBaseConfig):
         act_granularity = _of_inputs(site, PerToken(), self.act_group_size)
         act = activation(INT8, site, act_granularity, self.act_mapping_type, eps=INT8_EPS)
         weight = intx("int4", PerGroup(self.group_size), self.mapping_type, torch.float32, site, on_indivisible)
-        return Scheme(weight, act, self.mapping_type.value, INT8_EPS)
+        return Scheme(weight, act, self.mapping_type.rule, INT8_EPS)
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def _to_data(value: Any, where: str) -> Any:
     if isinstance(value, Format):
         return {"type": "Format", "name": value.name}
     if isinstance(value, MappingType):
-        return {"type": "MappingType", "name": value.value}
+        return {"type": "MappingType", "name": value.rule}
     if isinstance(value, (QuantSpec, ActivationSpec)):
         return {"type": type(value).__name__, **value.to_dict()}
     if isinstance(value, (tuple, list)):
@@ -145,7 +145,7 @@ def _named(kind: Any, rest: dict[str, Any], where: str) -> Any:
         raise ValueError(f"{where}: a {kind} must have a name and nothing else, got {str(rest)[:100]}")
     if kind == "Format":
         return get_format(name)
-    known: Mapping[str, Any] = _DTYPES if kind == "dtype" else {m.value: m for m in MappingType}
+    known: Mapping[str, Any] = _DTYPES if kind == "dtype" else {m.rule: m for m in MappingType}
     if name not in known:
         raise ValueError(f"{where}: unknown {kind} {name[:60]!r}")
     return known[name]

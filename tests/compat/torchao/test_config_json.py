@@ -24,6 +24,7 @@ from pennyweight.compat.torchao.mx import inference, training
 from pennyweight.compat.torchao.parq import stretched_grid
 from pennyweight.compat.torchao.prototype_quantization import float8_static, uintx_packed
 from pennyweight.compat.torchao.sparse import api as sparse_api
+from pennyweight.compat.torchao.configs import float8
 from pennyweight.planning import configs
 from pennyweight.planning.configs import AOBaseConfig
 
@@ -34,7 +35,7 @@ CASES = {
     for call, stored in json.loads((GOLDEN / f"torchao_configs_{release}.json").read_text())["cases"].items()
 }
 NAMES = {name: getattr(pw, name) for name in pw.__all__}
-for module in (enums, v0_8_configs, v0_8_layouts, float8_static, inference, training):
+for module in (enums, v0_8_configs, v0_8_layouts, float8, float8_static, inference, training):
     NAMES |= {name: getattr(module, name) for name in module.__all__}
 NAMES["torch"] = torch
 CONFIGS = {
@@ -46,11 +47,6 @@ NAMES |= {name: getattr(module, name) for name, module in CONFIGS.items()}
 # torchao's configs that this package lacks, or refuses a field of: what the error names
 REFUSED = {
     "FbgemmConfig(torch.bfloat16, torch.int4, torch.bfloat16, [1, 1, 256])": "find class FbgemmConfig",
-}
-# fields that torchao's constructor fills in, and ours leave as they were given
-FILLED = {
-    "Float8WeightOnlyConfig": {"granularity"},
-    "Float8DynamicActivationFloat8WeightConfig": {"granularity", "mm_config", "alg_id"},
 }
 
 
@@ -75,12 +71,6 @@ def means(config: AOBaseConfig) -> Any:
     if isinstance(config, pw.FqnToConfig):
         table = {name: value and means(value) for name, value in config.fqn_to_config.items()}
         return pw.FqnToConfig(table)
-    if isinstance(config, pw.Float8WeightOnlyConfig):
-        return dataclasses.replace(config, granularity=config.granularity or pw.PerRow())
-    if isinstance(config, pw.Float8DynamicActivationFloat8WeightConfig):
-        given = config.granularity or pw.PerTensor()
-        both = given if isinstance(given, tuple) else (given, given)
-        return dataclasses.replace(config, granularity=both, mm_config=None)
     return config
 
 
@@ -100,11 +90,6 @@ def test_ours_are_written_as_torchao_writes_them(call: str) -> None:
     packing = stored["_data"].get("int4_packing_format")
     if isinstance(packing, str) and kind == "Int4WeightOnlyConfig":
         stored["_data"]["int4_packing_format"] = {"_type": "Int4PackingFormat", "_data": packing.upper()}
-    for name in FILLED.get(kind, ()):
-        if written["_data"].get(name) != stored["_data"][name]:
-            assert getattr(ours(call), name, None) in (None, pw.PerRow())
-            written["_data"].pop(name, None)
-            stored["_data"].pop(name)
     assert written == stored
     assert json.loads(json.dumps(ours(call), cls=ConfigJSONEncoder)) == config_to_dict(ours(call))
 

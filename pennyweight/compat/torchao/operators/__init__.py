@@ -1,0 +1,1 @@
+"""Custom operators of torch under torchao's namespace: ``torch.ops.torchao``."""
