@@ -9,12 +9,13 @@ from torch import Tensor
 
 from ....distributed.dtensor import is_dtensor, local_tensor, wrap_like
 from .config import ScalingGranularity
-from .functions import tensor_to_scale, to_fp8_saturated
+from .functions import tensor_to_amax, tensor_to_scale, to_fp8_saturated
 from .products import GemmInputRole, LinearMMConfig
 from .training_tensor import Float8TrainingTensor
 
 __all__ = [
-    "NoopFwToFloat8BwDynamic", "get_maybe_axiswise_dim", "hp_tensor_and_scale_to_float8", "hp_tensor_to_float8_dynamic",
+    "NoopFwToFloat8BwDynamic", "NoopFwToFloat8BwStatic", "get_maybe_axiswise_dim", "hp_tensor_and_scale_to_float8",
+    "hp_tensor_to_float8_delayed", "hp_tensor_to_float8_dynamic", "hp_tensor_to_float8_static",
     "tensor_already_casted_to_fp8",
 ]  # fmt: skip
 
@@ -92,3 +93,43 @@ class NoopFwToFloat8BwDynamic(torch.autograd.Function):
             role, scale = GemmInputRole.GRAD_OUTPUT, tensor_to_scale(g, ctx.target_dtype)
             g = hp_tensor_and_scale_to_float8(g, scale, ctx.target_dtype, ctx.linear_mm_config, role)
         return g, None, None
+
+
+# -- given scales, of releases up to 0.9 -------------------------------------------------------------------------------
+
+
+def hp_tensor_to_float8_static(
+    hp_tensor: Tensor, scale: Tensor, float8_dtype: torch.dtype, linear_mm_config: LinearMMConfig | None,
+    gemm_input_role: GemmInputRole = GemmInputRole.INPUT,
+) -> Any:  # fmt: skip
+    """``hp_tensor`` multiplied by a constant scale and cast; a float8 training tensor unchanged."""
+    if tensor_already_casted_to_fp8(hp_tensor):
+        return hp_tensor
+    return hp_tensor_and_scale_to_float8(hp_tensor, scale, float8_dtype, linear_mm_config, gemm_input_role)
+
+
+def hp_tensor_to_float8_delayed(
+    hp_tensor: Tensor, s: Tensor, float8_dtype: torch.dtype, amax_buffer: Tensor,
+    linear_mm_config: LinearMMConfig | None = None, gemm_input_role: GemmInputRole | None = GemmInputRole.INPUT,
+) -> Any:  # fmt: skip
+    """``hp_tensor`` multiplied by the scale of an earlier step and cast; its absmax is written to ``amax_buffer``."""
+    amax_buffer.fill_(tensor_to_amax(hp_tensor))
+    return hp_tensor_and_scale_to_float8(hp_tensor, s, float8_dtype, linear_mm_config, gemm_input_role)
+
+
+class NoopFwToFloat8BwStatic(torch.autograd.Function):
+    """``apply(x, scale, linear_mm_config, float8 dtype)`` returns x; its gradient is cast with that scale."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, tensor: Tensor, scale: Tensor, linear_mm_config: LinearMMConfig, target_dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(scale)
+        ctx.linear_mm_config, ctx.target_dtype = linear_mm_config, target_dtype
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        (scale,) = ctx.saved_tensors
+        role = GemmInputRole.GRAD_OUTPUT
+        return hp_tensor_to_float8_static(g, scale, ctx.target_dtype, ctx.linear_mm_config, role), None, None, None

@@ -63,8 +63,8 @@ def check_parity_no_mp(
     fsdp_optim: torch.optim.Optimizer, local_inp: Tensor, config: Float8LinearConfig, precompute: bool = False,
     compile_transformer_block: bool = False,
 ) -> None:  # fmt: skip
-    """Ten steps of a model and of its sharded copy: ``test_cls.assertEqual`` of their losses. Gradients of the first are
-    averaged over ranks."""
+    """Ten steps of a model and of its sharded copy: ``test_cls.assertEqual`` of their losses. Gradients of the first
+    are averaged over ranks."""
     for mine, theirs in zip(ref_model.parameters(), fsdp_model.parameters(), strict=True):
         test_cls.assertEqual(mine.requires_grad, theirs.requires_grad)
     for step in range(10):

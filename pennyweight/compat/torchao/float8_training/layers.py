@@ -16,7 +16,7 @@ from .training_tensor import Float8TrainingTensor
 
 __all__ = [
     "Float8Linear", "_auto_filter_for_recipe", "_auto_filter_for_rowwise", "_auto_filter_for_tensorwise",
-    "convert_to_float8_training", "get_float8_layers", "matmul_with_hp_or_float8_args",
+    "convert_to_float8_training", "get_float8_layers", "linear_requires_sync", "matmul_with_hp_or_float8_args",
     "precompute_float8_dynamic_scale_for_fsdp", "swap_linear_layers",
 ]  # fmt: skip
 
@@ -145,6 +145,11 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
 def get_float8_layers(model: nn.Module) -> list[Float8Linear]:
     """The float8 layers of a model."""
     return [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
+
+
+def linear_requires_sync(config: Float8LinearConfig) -> bool:
+    """False: no history of scales is kept that ranks would have to share."""
+    return False
 
 
 # -- filters -----------------------------------------------------------------------------------------------------------
