@@ -42,6 +42,7 @@ _CONFIGS = "v0_8_configs @configs"
 _PRIMITIVES = "primitives format_primitives hqq qparams enums"
 _NF4 = "nf4.tensor nf4.linear"
 _TENSORS = f"int8_float8_views int4_views block_views {_NF4}"
+_PACKED = "packed.packed_linear packed.marlin_qqq packed.fbgemm packed.impls"
 _NF4_MODULE = f"{_NF4} nf4.parts nf4.operators nf4.handlers nf4.scalers"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
 _QAT = "qat_configs qat_modules"
@@ -52,21 +53,26 @@ _ROWS = (
     ("", "utils", "tools hardware base_tensor dispatch"),
     ("core", ".", ""),
     ("core", "config", "config_json"),
-    ("dtypes", ".", f"v0_8_aqt v0_8_layouts {_TENSORS}"),
+    ("dtypes", ".", f"v0_8_aqt v0_8_layouts {_TENSORS} {_PACKED}"),
+    ("dtypes", "fbgemm_fp8_tensor fbgemm_int4_tensor", "packed.fbgemm"),
     ("dtypes", "affine_quantized_tensor", "v0_8_aqt v0_8_layouts enums"),
     ("dtypes", "affine_quantized_tensor_ops", "legacy_weights"),
     ("dtypes", "nf4tensor", _NF4_MODULE),
     ("dtypes", "_nf4tensor_api", "nf4.config"),
     ("dtypes", "utils", "v0_8_layouts tools hardware"),
-    ("dtypes.floatx", ". float8_layout floatx_tensor_core_layout", "v0_8_layouts"),
-    ("dtypes.uintx", ".", "v0_8_layouts"),
-    ("dtypes.uintx", "bitpacking uint4_layout", "v0_8_layouts"),
+    ("dtypes.floatx", ". floatx_tensor_core_layout", "v0_8_layouts packed.floatx"),
+    ("dtypes.floatx", "float8_layout", "v0_8_layouts packed.shifts"),
+    ("dtypes.uintx", ".", "v0_8_layouts packed.impls packed.marlin_qqq"),
+    ("dtypes.uintx", "bitpacking", "v0_8_layouts packed.shifts"),
+    ("dtypes.uintx", "uint4_layout", "v0_8_layouts"),
+    ("dtypes.uintx", "gemlite_layout", "packed.impls"),
+    ("dtypes.uintx", "marlin_qqq_tensor", "packed.marlin_qqq"),
     (
         "dtypes.uintx",
         "block_sparse_layout dyn_int8_act_int4_wei_cpu_layout int4_cpu_layout int4_xpu_layout marlin_sparse_layout "
         "packed_linear_int8_dynamic_activation_intx_weight_layout plain_layout q_dq_layout semi_sparse_layout "
         "tensor_core_tiled_layout uintx_layout",
-        "v0_8_layouts",
+        "v0_8_layouts packed.impls packed.packed_linear",
     ),
     ("float8", ". config float8_linear float8_linear_utils fsdp_utils types", "float8_training"),
     ("float8", "float8_utils", "float8_functions float8_training"),
@@ -77,8 +83,18 @@ _ROWS = (
     ("prototype", "_nf4tensor_api", "nf4.config"),
     ("prototype", "custom_fp_utils", "format_primitives"),
     ("prototype.dtypes", ".", "v0_8_layouts"),
-    ("prototype.dtypes.uintx", ".", "v0_8_layouts"),
-    ("prototype.dtypes.uintx", "bitpacking", "v0_8_layouts"),
+    ("prototype.dtypes", "uint2", "packed.uint2"),
+    ("prototype.dtypes", "uintgen", "packed.bit_fields"),
+    ("prototype.dtypes.floatx", ". floatx_tensor_core_layout", "v0_8_layouts packed.floatx"),
+    ("prototype.dtypes.uintx", ".", "v0_8_layouts packed.impls packed.marlin_qqq"),
+    ("prototype.dtypes.uintx", "bitpacking", "v0_8_layouts packed.shifts"),
+    ("prototype.dtypes.uintx", "gemlite_layout", "packed.impls"),
+    ("prototype.dtypes.uintx", "marlin_qqq_tensor", "packed.marlin_qqq"),
+    (
+        "prototype.dtypes.uintx",
+        "block_sparse_layout dyn_int8_act_int4_wei_cpu_layout uintx_layout",
+        "v0_8_layouts packed.impls",
+    ),
     ("prototype.dtypes.uintx", "uintx_utils", "v0_8_layouts"),
     ("prototype.low_bit_optim", ". adam cpu_offload", "@optim training"),
     ("prototype.mx_formats", ". inference_workflow", f"{_CONFIGS} int8_float8_views block_views enums"),
@@ -91,8 +107,13 @@ _ROWS = (
     ("prototype.quantized_training", ". bitnet int8 int8_mixed_precision", "training"),
     ("prototype.safetensors", ".", ""),
     ("prototype.safetensors", "safetensors_support safetensors_utils", "safetensors_state"),
-    ("quantization", ".", f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights int8_matmul base_tensor qat_configs"),
+    (
+        "quantization",
+        ".",
+        f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights int8_matmul base_tensor qat_configs packed.fbgemm",
+    ),
     ("quantization", "autoquant transform_module", "quant_api"),
+    ("quantization.marlin_qqq", ". utils", "packed.marlin_qqq"),
     (
         "quantization",
         "dynamic_quant linear_activation_scale linear_activation_weight_observed_tensor subclass weight_only "
@@ -103,16 +124,18 @@ _ROWS = (
     ("quantization", "linear_activation_quantized_tensor", "v0_8_aqt"),
     ("quantization", "linear_quant_modules unified", "linear_modules"),
     ("quantization", "observer", "observers"),
-    ("quantization", "quant_api", f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights qat_configs"),
+    ("quantization", "quant_api", f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights qat_configs {_PACKED}"),
     ("quantization", "quant_primitives", _PRIMITIVES),
     ("quantization", "utils", "groupwise int8_matmul tools qparams"),
+    ("prototype", "int4_opaque_tensor", f"{_CONFIGS} int8_float8_views int4_views"),
     ("prototype.tensor_conversion", ".", ""),
     ("prototype.tensor_conversion", "api", "hardware"),
     ("quantization.prototype", ".", ""),
     ("quantization.prototype.qat", ". api embedding fake_quantizer linear", _QAT),
     ("quantization.qat", ". api embedding fake_quantize_config fake_quantizer linear two_step_quantizer", _QAT),
-    ("quantization.quantize_", ".", ""),
-    ("quantization.quantize_.common", ".", f"enums {_TENSORS}"),
+    ("quantization.quantize_", ". int4_groupwise_preshuffle_tensor", "packed.fbgemm"),
+    ("quantization.quantize_.common", ".", f"enums {_TENSORS} protocols"),
+    ("quantization.quantize_.common", "protocol", "protocols"),
     ("quantization.quantize_.common", "kernel_preference packing_format quantization_step", "enums"),
     ("quantization.quantize_.common", "quantize_tensor_kwargs", _TENSORS),
     ("quantization.quantize_.workflows", ".", f"{_TENSORS} enums"),
