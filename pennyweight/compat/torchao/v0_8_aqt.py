@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.formats import E2M1, E2M3, E3M2, INT8
+from ...core.formats import E2M1, E2M2, E2M3, E3M1, E3M2, INT8, Format
 from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
 from ...planning.configs.integer import INT8_EPS
 from ...planning.granularity import MappingType
 from .class_view import FLOAT8, View, float_codes, int_codes
 from .enums import ZeroPointDomain
+from .format_primitives import _choose_qparams_affine_floatx, _quantize_affine_floatx
 from .int4_views import packed_by_aten
 from .primitives import (
     _choose_qparams_affine_dont_preserve_zero,
@@ -26,6 +27,7 @@ from .primitives import (
 )
 from .qparams import _get_and_check_qmin_qmax
 from .v0_8_layouts import (
+    FloatxTensorCoreLayout,
     Layout,
     Pieces,
     PlainLayout,
@@ -40,7 +42,7 @@ __all__ = [
     "to_affine_quantized_intx_static", "to_linear_activation_quantized",
 ]  # fmt: skip
 
-_SMALL = {(3, 2): E3M2, (2, 3): E2M3, (2, 1): E2M1}
+_SMALL = {(3, 2): E3M2, (2, 3): E2M3, (3, 1): E3M1, (2, 2): E2M2, (2, 1): E2M1}
 
 
 class AffineQuantizedTensor(View):
@@ -62,6 +64,9 @@ class AffineQuantizedTensor(View):
         dtype = dtype or scale.dtype
         if data.dtype in FLOAT8:
             return float_codes(data, _full_rank(scale, data), FLOAT8[data.dtype], tuple(block_size), dtype)
+        layout = tensor_impl.get_layout()
+        if isinstance(layout, FloatxTensorCoreLayout):
+            return float_codes(data, _full_rank(scale, data), _small_float(layout), (1, data.shape[-1]), dtype)
         lo, hi = _get_and_check_qmin_qmax(data.dtype, quant_min, quant_max)
         zero = None if zero_point_domain is ZeroPointDomain.NONE else zero
         real = zero_point_domain is ZeroPointDomain.FLOAT
@@ -167,12 +172,18 @@ class AffineQuantizedTensor(View):
     @classmethod
     def from_hp_to_fpx(cls, input_float: Tensor, _layout: Any) -> QT:
         """A small float of ``ebits`` and ``mbits`` with scale = absmax of the row / format maximum."""
-        fmt = _SMALL.get((_layout.ebits, _layout.mbits))
-        if fmt is None:
-            raise NotImplementedError(
-                f"floats of {_layout.ebits} and {_layout.mbits} bits; supported: {sorted(_SMALL)}"
-            )
-        return QT.from_float(input_float, QuantSpec(fmt, (-1,)))
+        codes_of = (_layout.ebits, _layout.mbits)
+        fmt, scale = _small_float(_layout), _choose_qparams_affine_floatx(input_float, *codes_of)
+        codes = _quantize_affine_floatx(input_float, scale, *codes_of)
+        return float_codes(codes, scale.unsqueeze(1), fmt, (1, input_float.shape[1]), input_float.dtype)
+
+
+def _small_float(layout: Any) -> Format:
+    """Our format of a layout. Raises NotImplementedError if there is none."""
+    fmt = _SMALL.get((layout.ebits, layout.mbits))
+    if fmt is None:
+        raise NotImplementedError(f"floats of {layout.ebits} and {layout.mbits} bits; supported: {sorted(_SMALL)}")
+    return fmt
 
 
 def _stored(layout: Layout, data: Tensor, scale: Tensor, zero: Tensor | None, block: tuple[int, ...]) -> Any:

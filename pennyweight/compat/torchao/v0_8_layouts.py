@@ -10,6 +10,7 @@ shard. Nibbles lie along the last axis, the first in the high half.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...algorithms.sparsify import prune
-from ...core.formats import E4M3, E5M2
+from ...core.formats import E4M3, E5M2, Format
 from ...core.tensor import AffineQuantizedTensor, PlainView
 from .class_view import Shell, ShellMeta
 from .enums import Float8MMConfig
@@ -199,11 +200,19 @@ BlockSparseLayout = _layout(
 )
 
 
+def small_float_bits(fmt: Format) -> tuple[int, int] | None:
+    """(exponent bits, mantissa bits) of a float of at most 6 bits; None for other formats."""
+    found = re.fullmatch(r"e(\d)m(\d)", fmt.name)
+    return (int(found[1]), int(found[2])) if found is not None and fmt.bits < 8 else None
+
+
 def layout_of(w: AffineQuantizedTensor) -> Layout:
     """The layout torchao would use for this format on a CPU."""
     spec = w.spec
     if spec.format in (E4M3, E5M2):
         return Float8Layout()
+    if small_float_bits(spec.format) is not None and spec.block == (-1,) and isinstance(spec.scale, torch.dtype):
+        return FloatxTensorCoreLayout(*small_float_bits(spec.format))
     if spec.offset is not None and spec.format.bits == 4:
         return Int4CPULayout()
     if spec.format.kind == "int" and spec.format.lo == 0 and spec.format.bits < 8 and not spec.mid:

@@ -212,9 +212,9 @@ def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
             extra += more * groups * kind.itemsize
         else:
             extra += more * (groups if kind.block is None else kind.nbytes((1, groups)))
-    outer, kind = _outer_rows(spec, shape), spec.scale
-    if outer > 1 and isinstance(kind, QuantSpec):  # one per row instead of one per ``outer`` rows
-        extra += (shape[0] - shape[0] // outer) * (kind.nbytes((1, groups)) - groups)
+    outer = _outer_rows(spec, shape)
+    if outer > 1 and isinstance(spec.scale, QuantSpec):  # one per row instead of one per ``outer`` rows
+        extra += (shape[0] - shape[0] // outer) * (spec.scale.nbytes((1, groups)) - groups)
     return extra
 
 

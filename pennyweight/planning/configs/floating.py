@@ -7,20 +7,21 @@ from typing import Any
 
 import torch
 
-from ...core.formats import E2M1, E2M3, E3M2, E4M3, E8M0
+from ...core.formats import E2M1, E2M2, E2M3, E3M1, E3M2, E4M3, E8M0
 from ...core.spec import NF4_BLOCK, NF4_DOUBLE, NVFP4, ActivationSpec, QuantSpec
 from ..granularity import Granularity, MappingType, PerGroup, PerRow, PerTensor
 from ..parameters import Site
 from ..scheme import Scheme
 from .base import AnyDtype, AOBaseConfig, as_format, intx, number, pair, require_float8
 
-_SMALL_FLOATS = {(3, 2): E3M2, (2, 3): E2M3, (2, 1): E2M1}
+_SMALL_FLOATS = {(3, 2): E3M2, (2, 3): E2M3, (3, 1): E3M1, (2, 2): E2M2, (2, 1): E2M1}
 _MX_SCALE = QuantSpec(E8M0, (1,), scale=None)
 
 
 @dataclass(frozen=True)
 class FPXWeightOnlyConfig(AOBaseConfig):
-    """Small floats with ``ebits`` exponent and ``mbits`` mantissa bits (3,2 or 2,3 or 2,1), one scale per channel."""
+    """Small floats with ``ebits`` exponent and ``mbits`` mantissa bits, one scale per channel: (3, 2), (2, 3), (3, 1),
+    (2, 2) or (2, 1)."""
 
     ebits: int = 3
     mbits: int = 2

@@ -106,10 +106,10 @@ def test_importing_what_is_gone_says_which_releases_had_it_and_what_to_use() -> 
         from torchao.quantization import Int5000Tensor  # noqa: F401
     import torchao.quantization as module
 
-    assert not hasattr(module, "FbgemmConfig")
-    assert getattr(module, "FbgemmConfig", None) is None
-    with pytest.raises(AttributeError, match=r"torchao 0.12 and 0.13 had it"):
-        _ = module.FbgemmConfig
+    assert not hasattr(module, "GPTQ")
+    assert getattr(module, "GPTQ", None) is None
+    with pytest.raises(AttributeError, match=r"torchao 0.1 to 0.15 had it"):
+        _ = module.GPTQ
 
 
 @pytest.mark.usefixtures("torchao")
@@ -181,6 +181,8 @@ SIGNATURES = json.loads(NAMES_FILE.with_name("torchao_signatures.json").read_tex
 # Arguments that cannot mean what they meant: pieces that one device packed, and what came to be called otherwise.
 OTHERWISE = {
     "Float8AQTTensorImpl", "Int4CPUAQTTensorImpl", "TensorCoreTiledAQTTensorImpl",  # built of plain pieces
+    "BlockSparseAQTTensorImpl", "DA8W4CPUAQTTensorImpl", "Int4XPUAQTTensorImpl", "MarlinSparseAQTTensorImpl",
+    "PackedLinearInt8DynamicActivationIntxWeightAQTTensorImpl", "SemiSparseAQTTensorImpl",
     "MXTensor", "NVFP4Tensor",  # the arguments of 0.13 on
     "Float8StaticActivationFloat8WeightConfig",  # the founding era's, of the same name
     "Float8DynamicActivationFloat8WeightConfig",  # alg_id: which sparse kernel
@@ -188,6 +190,7 @@ OTHERWISE = {
 # The eras put these in another order: ours is that of the current one, and a layout is told from what stands there.
 REORDERED = {
     "Float8DynamicActivationFloat8WeightConfig",
+    "GemlitePackedLayout",
     "GemliteUIntXWeightOnlyConfig",
     "Int4WeightOnlyConfig",
     "Int8DynamicActivationInt4WeightConfig",
@@ -198,6 +201,7 @@ REORDERED = {
     "MXLinearConfig",
     "ModuleFqnToConfig",
     "PrototypeInt4WeightOnlyConfig",
+    "get_gemlite_aqt_kwargs",
     "quantize_",
     "to_mx",
 }

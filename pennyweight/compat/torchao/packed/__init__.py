@@ -1,0 +1,1 @@
+"""Weights as torchao packed them for one kernel or GPU: their packings, classes and configs."""
