@@ -1,4 +1,5 @@
-"""Write torchao_0.18_mx.safetensors: MX and NVFP4 of ordinary and special numbers, as torchao computes them.
+"""Write torchao_0.18_mx.safetensors: MX and NVFP4 of ordinary and special numbers, as torchao computes them; and
+torchao_0.18_mx.pt, weights as its torch.save leaves them.
 
 python make_torchao_mx.py       # in an environment with torchao 0.18.0; CPU
 
@@ -9,6 +10,7 @@ mx.normal.<element>.floor.swizzled      scales in tensor-core order
 nv.<name>.<levels>.scale, .qdata, .value, .outer      NVFP4Tensor.to_nvfp4; levels: 1, or 2 with a scale per tensor
 experts.*                               to_nvfp4 of a batch, with a scale per matrix
 qat.mx.*                                MXFakeQuantizedLinear: inputs, result, gradients
+pickle.<name>                           values of the weights in torchao_0.18_mx.pt, and a scale of inputs
 """
 
 from importlib.metadata import version
@@ -16,10 +18,17 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
+from torchao.prototype.mx_formats import (
+    MXDynamicActivationMXWeightConfig,
+    NVFP4DynamicActivationNVFP4WeightConfig,
+    NVFP4WeightOnlyConfig,
+)
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 from torchao.prototype.qat import MXFakeQuantizeConfig, MXFakeQuantizedLinear
+from torchao.quantization import quantize_
 
 assert version("torchao") == "0.18.0"
 ELEMENTS = {
@@ -51,6 +60,27 @@ def special(g):
 
 def raw(t):
     return t.view(torch.uint8).clone()
+
+
+def pickled():
+    """(name, weight as quantize_ leaves it) for torch.save."""
+    kinds = {
+        "mxfp8": MXDynamicActivationMXWeightConfig(),
+        "mxfp4": MXDynamicActivationMXWeightConfig(
+            activation_dtype=torch.float4_e2m1fn_x2, weight_dtype=torch.float4_e2m1fn_x2
+        ),
+        "nvfp4": NVFP4WeightOnlyConfig(),
+        "nvfp4_one": NVFP4WeightOnlyConfig(use_dynamic_per_tensor_scale=False),
+        "nvfp4_static": NVFP4DynamicActivationNVFP4WeightConfig(step="convert"),
+    }
+    for name, config in kinds.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 32, bias=False, dtype=torch.bfloat16))
+        if name == "nvfp4_static":
+            quantize_(model, NVFP4DynamicActivationNVFP4WeightConfig(step="prepare"))
+            model(torch.randn(4, 64, dtype=torch.bfloat16))
+        quantize_(model, config)
+        yield name, model[0].weight
 
 
 def main():
@@ -96,6 +126,10 @@ def main():
     y.square().sum().backward()
     out |= {"qat.mx.x": data.detach(), "qat.mx.weight": layer.weight.detach(), "qat.mx.bias": layer.bias.detach()}
     out |= {"qat.mx.y": y.detach(), "qat.mx.grad_x": data.grad, "qat.mx.grad_weight": layer.weight.grad}
+    weights = dict(pickled())
+    torch.save(weights, Path(__file__).parent / "torchao_0.18_mx.pt")
+    out |= {f"pickle.{name}": w.dequantize() for name, w in weights.items()}
+    out["pickle.nvfp4_static.act"] = weights["nvfp4_static"].act_per_tensor_scale
     out = {name: value.contiguous() for name, value in out.items()}
     save_file(out, Path(__file__).parent / "torchao_0.18_mx.safetensors")
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pennyweight.compat.torchao.enums import KernelPreference, NVFP4MMConfig, ScaleCalculationMode
+from pennyweight.compat.torchao.enums import KernelPreference, MXGemmKernelChoice, NVFP4MMConfig, ScaleCalculationMode
 from pennyweight.compat.torchao.prototype.mx_formats import constants, custom_cast, fp_format_spec, kernels, utils
 from pennyweight.compat.torchao.prototype.mx_formats.config import _validate_elem_dtype, _validate_kernel_preference
 from pennyweight.compat.torchao.prototype.mx_formats.mx_tensor import (
@@ -41,7 +41,8 @@ from pennyweight.compat.torchao.prototype.safetensors.safetensors_support import
 from pennyweight.core.numerics import quantize
 from pennyweight.core.spec import MXFP4, MXFP8
 
-GOLDEN = load_file(str(Path(__file__).parents[2] / "golden" / "torchao_0.18_mx.safetensors"))
+FOLDER = Path(__file__).parents[2] / "golden"
+GOLDEN = load_file(str(FOLDER / "torchao_0.18_mx.safetensors"))
 ELEMENTS = dict(zip(("e4m3", "e5m2", "e2m3", "e3m2", "e2m1"), constants.SUPPORTED_ELEM_DTYPES, strict=True))
 MX_CASES = sorted(k.removesuffix(".qdata") for k in GOLDEN if k.startswith("mx.") and k.endswith(".qdata"))
 NV_CASES = sorted(k.removesuffix(".qdata") for k in GOLDEN if k.startswith("nv.") and k.endswith(".qdata"))
@@ -433,6 +434,41 @@ def test_saved_and_loaded() -> None:
     assert torch.load(file, weights_only=True)["w"].act == w.act
     with pytest.raises(ValueError, match="transposed"):
         flatten_tensor_state_dict({"w": w.t()})
+
+
+@pytest.mark.usefixtures("torchao")
+@torch.no_grad()
+def test_what_torchao_saved() -> None:
+    weights = torch.load(FOLDER / "torchao_0.18_mx.pt", weights_only=True)
+    for name, w in weights.items():
+        assert isinstance(w, MXTensor if name.startswith("mx") else NVFP4Tensor)
+        assert torch.equal(w.dequantize(), GOLDEN[f"pickle.{name}"]), name
+    assert weights["mxfp8"].act_quant_kwargs.scaling_mode is ScaleCalculationMode.RCEIL
+    assert weights["nvfp4"].act_quant_kwargs is None
+    assert weights["nvfp4_static"].act_quant_kwargs == QuantizeTensorToNVFP4Kwargs()
+    assert weights["nvfp4_static"].act_per_tensor_scale == GOLDEN["pickle.nvfp4_static.act"]
+
+
+def test_pickles_of_older_releases() -> None:
+    """Their attributes had other names, and the codes of fp6 were packed."""
+    x = torch.randn(4, 64)
+    for element in ELEMENTS.values():
+        scale, codes = to_mx(x, element, 32, pack_fp6=True)
+        state = {
+            "_scale_e8m0": scale, "_data": codes, "_elem_dtype": element, "_block_size": 32,
+            "_orig_dtype": torch.float32, "_use_fp4_custom_triton_dequant_kernel": False,
+            "_gemm_kernel_choice": MXGemmKernelChoice.EMULATED, "_pack_fp6": True,
+        }  # fmt: skip
+        w = MXTensor.restore(state, x)
+        assert torch.equal(w.dequantize(), MXTensor.to_mx(x, element).dequantize())
+    scale, codes = kernels.mslk_quantize_nvfp4(x)
+    state = {
+        "_scale_e4m3": scale, "_is_swizzled_scales": True, "_per_tensor_scale": None, "_data": codes, "_block_size": 16,
+        "_orig_dtype": torch.bfloat16, "mm_config": NVFP4MMConfig.DYNAMIC, "use_triton_kernel": True,
+    }  # fmt: skip
+    w = NVFP4Tensor.restore(state, x)
+    assert torch.equal(w.dequantize(), NVFP4Tensor.to_nvfp4(x).dequantize().bfloat16())
+    assert w.act_quant_kwargs == QuantizeTensorToNVFP4Kwargs()
 
 
 def test_bad_pieces() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....core import blocks
-from ....core.formats import E2M1, E8M0, Format
+from ....core.formats import E2M1, E2M3, E3M2, E8M0, Format
 from ....core.numerics import Parts
 from ....core.spec import ActivationSpec, QuantSpec
 from ....core.tensor import AffineQuantizedTensor as QT
@@ -19,7 +19,7 @@ from ..enums import KernelPreference, ScaleCalculationMode
 from ..int8_float8_views import QuantizeTensorKwargs
 from .constants import BLOCK_SIZE_DEFAULT, ELEMENTS, SUPPORTED_ELEM_DTYPES, element
 from .conversion import to_mx
-from .element_codes import pack_uint4, unpack_uint4
+from .element_codes import pack_uint4, unpack_uint4, unpack_uint6
 from .scale_layout import from_blocked
 
 __all__ = ["FromMXConstrFunc", "MXTensor", "QuantizeTensorToMXKwargs", "ToMXConstrFunc"]
@@ -125,6 +125,17 @@ class MXTensor(View):
         exponents = block_scales(scale.view(torch.uint8), shape, block_size, swizzled=is_swizzled_scales)
         act = None if act_quant_kwargs is None else act_quant_kwargs.spec()
         return QT(Parts(codes, Parts(exponents)), QuantSpec(fmt, (block_size,), E8M0_SCALE), shape, orig_dtype, act)
+
+    @classmethod
+    def restore(cls, state: dict[str, Any], shell: Tensor) -> QT:
+        """Also of a pickle by torchao before 0.13."""
+        if "qdata" in state:
+            return super().restore(state, shell)
+        codes, fmt = state["_data"], element(state["_elem_dtype"])
+        if state.get("_pack_fp6") and fmt in (E2M3, E3M2):
+            by_block = unpack_uint6(codes.reshape(-1, state["_block_size"] // 4 * 3))
+            codes = by_block.reshape(*codes.shape[:-1], codes.shape[-1] // 3 * 4)
+        return cls.build(codes, state["_scale_e8m0"], state["_elem_dtype"], state["_block_size"], state["_orig_dtype"])
 
     @classmethod
     def from_qdata_and_scales(

@@ -106,6 +106,18 @@ class NVFP4Tensor(View):
         return QT(Parts(codes, inner, act_scale=static), spec, shape, orig_dtype, act)
 
     @classmethod
+    def restore(cls, state: dict[str, Any], shell: Tensor) -> QT:
+        """Also of a pickle by torchao before 0.13."""
+        if "qdata" in state:
+            return super().restore(state, shell)
+        dynamic = state["mm_config"] is NVFP4MMConfig.DYNAMIC
+        return cls.build(
+            state["_data"], state["_scale_e4m3"], state["_block_size"], state["_orig_dtype"],
+            state["_per_tensor_scale"], is_swizzled_scales=state["_is_swizzled_scales"],
+            act_quant_kwargs=QuantizeTensorToNVFP4Kwargs() if dynamic else None,
+        )  # fmt: skip
+
+    @classmethod
     def to_nvfp4(
         cls, data_hp: Tensor, block_size: int = 16, per_tensor_scale: Tensor | None = None,
         act_per_tensor_scale: Tensor | None = None, is_swizzled_scales: bool = False, use_triton_kernel: bool = False,
