@@ -95,6 +95,8 @@ _ROWS = (
         ". api codebook_ops codebook_quantized_tensor",
         "algorithms.codebook_coreml",
     ),
+    ("prototype.quantization.codebook_groupwise", ". api", "algorithms.codebook_groupwise"),
+    ("prototype.quantization.codebook_utils", ". codebook_utils", "algorithms.codebook_groupwise"),
     ("prototype.quantization.gguf", ". api gguf_quantized_tensor", "algorithms.gguf"),
     ("prototype.quantization.int4", ".", f"{_CONFIGS} int8_float8_views int4_views"),
     ("prototype.quantization.int4", "inference_workflow", _CONFIGS),

@@ -41,8 +41,7 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.mx_formats": ("0.3 on", "MXTensor.to_mx, MXDynamicActivationMXWeightConfig"),
     "prototype.paretoq": ("0.11 on", _QAT),
     "prototype.profiler": ("0.8 and 0.9", "torch.profiler"),
-    "prototype.quantization.codebook_groupwise": ("0.13 on", "pennyweight.CodebookWeightOnlyConfig finds codebooks by k-means"),
-    "prototype.quantization.codebook_utils": ("0.13 on", "pennyweight.CodebookWeightOnlyConfig finds codebooks by k-means"),
+    "prototype.quantization.codebook_groupwise.codebook_quantized_tensor": ("0.13 on", "GroupwiseLutWeightConfig: it was packed for ARM processors"),
     "prototype.quantization.embedding": ("0.14 on", "IntxWeightOnlyConfig with a filter for nn.Embedding"),
     "prototype.quantization.float8_static_quant": ("0.16 on", "Float8StaticActivationFloat8WeightConfig"),
     "prototype.quantization.int8_lut_tensor": ("0.14 on", "Int8WeightOnlyConfig"),
@@ -117,6 +116,7 @@ GONE: dict[str, tuple[str, str]] = {
 
 # Path of a module -> replacement for its missing names.
 BESIDES: dict[str, str] = {
+    "prototype.quantization.codebook_groupwise": "GroupwiseLutWeightConfig; embeddings with tables, CodebookWeightOnlyConfig of codebook_coreml",
     "prototype.autoround.utils": "transformers' own functions, and your own batches",
     "dtypes": f"{_GPU}to_affine_quantized_intx with PlainLayout()",
     "dtypes.floatx": f"{_GPU}FPXWeightOnlyConfig",
