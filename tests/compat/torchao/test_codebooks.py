@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pennyweight.compat.torchao.algorithms import codebook, codebook_coreml
+from pennyweight.compat.torchao.algorithms import codebook_groupwise as groupwise
 from pennyweight.compat.torchao.algorithms.codebook import (
     CodebookQuantizedTensor,
     choose_qparams_codebook,
@@ -212,3 +213,73 @@ def test_gguf_layers() -> None:
         GGUFQuantizedTensor(
             8, torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1, 8), torch.ones(1, 1, 8), x, (4, 100)
         )
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("block", "scale_block", "tables", "least"),
+    [([4, -1], None, 8, 15.0), ([-1, 32], None, 4, 15.0), ([8, -1], [1, 32], 4, 15.0), ([32, -1], None, 1, 15.0)],
+)
+def test_groups_of_rows_and_columns(w: Tensor, block: Any, scale_block: Any, tables: int, least: float) -> None:
+    codes, luts, scales = groupwise.quantize_dispatch(w, block, torch.uint4, scale_block)
+    assert (codes.shape, luts.shape) == ((32, 128), (tables, 16))
+    assert scales is None if scale_block is None else scales.shape == (32 * 4,)  # type: ignore[union-attr]
+    back = groupwise.dequantize_dispatch(codes, luts, scales, block, scale_block, code_dtype=torch.uint4)
+    assert compute_error(w, back) > least
+    if scale_block is None:
+        same = groupwise.dequantize_with_flexible_grouping(codes, luts, block, torch.uint4)
+        assert torch.equal(same, back)
+        first = (
+            slice(0, block[0]) if block[0] != -1 else slice(None),
+            slice(0, block[1]) if block[1] != -1 else slice(None),
+        )
+        assert torch.equal(back[first], luts[0][codes[first].long()])
+
+
+def test_group_sizes_and_files(w: Tensor, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert groupwise.block_shape_to_group_size([4, -1], w.shape) == 512
+    assert groupwise.group_size_to_block_shapes(512, w.shape) == [4, -1]
+    file = tmp_path / "new" / "q.pt"
+    assert groupwise.load_quantized_data(file) is None
+    groupwise.save_quantized_data({"w": w}, file)
+    data = groupwise.load_quantized_data(file)
+    assert data is not None
+    assert torch.equal(data["w"], w)
+    assert str(file) in capsys.readouterr().out
+
+
+def test_group_errors(w: Tensor) -> None:
+    for call, text in (
+        (lambda: groupwise.group_size_to_block_shapes(100, w.shape), "divisible by the number of columns"),
+        (lambda: groupwise.quantize_dispatch(w, [4, -1], torch.uint4, backend="scale"), "requires a `scale_block"),
+        (lambda: groupwise.quantize_dispatch(w, [-1, 4], torch.uint4, [1, 32]), "tables for rows"),
+        (lambda: groupwise.quantize_dispatch(w, [4, -1], torch.uint4, [2, 32]), r"scales \[1, K\]"),
+        (lambda: groupwise.quantize_dispatch(w, [4, -1], torch.uint4, backend="x"), "Unknown backend"),
+        (lambda: groupwise.quantize_dispatch(w, [4, 4], torch.uint4), "not supported"),
+        (lambda: groupwise.quantize_dispatch(w, [5, -1], torch.uint4), r"rows \(32\) must be divisible"),
+    ):
+        with pytest.raises((ValueError, NotImplementedError, AssertionError), match=text):
+            call()
+    config = groupwise.GroupwiseLutWeightConfig
+    for given, text in (
+        ({"backend": "x"}, "Invalid backend"), ({"lut_block_shape": [1]}, "length 2"),
+        ({"lut_block_shape": [1, 2]}, "exactly one"), ({"has_scale": True}, "without scale"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=text):
+            config(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_layers_with_groups(w: Tensor, reference: bool) -> None:
+    model = nn.Sequential(nn.Linear(128, 32))
+    model[0].weight.data = w.clone()
+    config = groupwise.GroupwiseLutWeightConfig(torch.int4, lut_block_shape=[4, -1], use_qdq_reference=reference)
+    quantize_(model, config)
+    q: Any = model[0].weight
+    codes, luts, _ = groupwise.quantize_flexible_grouping(w, [4, -1], torch.uint4)
+    wanted = groupwise.dequantize_with_flexible_grouping(codes, luts, [4, -1], torch.uint4)
+    assert type(q) is (nn.Parameter if reference else codebook_coreml.CodebookQuantizedTensor)
+    assert torch.equal(q if reference else q.dequantize(), wanted)
+    assert compute_error(w, wanted) > 15
