@@ -7,6 +7,7 @@ _QAT = "quantize_ with pennyweight.QATConfig, which accepts every config"
 _QAT_LAYER = "quantize_ with QATConfig: prepared layers keep their module"
 _SPARSE = "sparse weights are stored dense: pennyweight.sparsify_ sets weights to zero, which quantize_ keeps at zero"
 _SCRIPTS = "torchvision's reference scripts, from which it was taken"
+_LLAMA = "transformers' Llama with torchao.prototype.paretoq.models.utils_quant.QuantizeLinear as its linear layers"
 _GPTQ = 'pennyweight.quantize_(model, config, calibration=batches, algorithm="gptq")'
 _SMOOTH = (
     'pennyweight.quantize_(model, Int8DynamicActivationInt8WeightConfig(), calibration=batches, algorithm="smooth")'
@@ -29,17 +30,20 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.blockwise_fp8_inference": ("0.13 on", "Float8WeightOnlyConfig(granularity=PerBlock((128, 128)))"),
     "prototype.blockwise_fp8_training": ("0.13 on", "pennyweight.training.Float8TrainingConfig('blockwise')"),
     "prototype.common": ("0.2 on", "torch.profiler"),
-    "prototype.dora": ("0.2 to 0.9", "PEFT's DoRA"),
+    "prototype.dora.dora_profile": ("0.2 to 0.9", "torch.profiler, and the layers of torchao.prototype.dora.dora_layer"),
+    "prototype.dora.kernels": ("0.2 to 0.9", "the layers of torchao.prototype.dora.dora_layer: these were GPU kernels"),
     "prototype.dtypes.bitnet": ("0.3 to 0.9", "SpecConfig(TERNARY_TENSOR)"),
     "prototype.dtypes.uint2": ("0.3 to 0.9", "UIntXWeightOnlyConfig(torch.uint2)"),
     "prototype.dtypes.uintgen": ("0.3 to 0.9", "UIntXWeightOnlyConfig"),
     "prototype.float8_opaque_tensor": ("0.15 on", "Float8DynamicActivationFloat8WeightConfig"),
     "prototype.float8nocompile": ("0.8 on", _TRAIN),
     "prototype.fp8_sdpa_inference": ("0.16 on", "quantized attention is not supported yet"),
-    "prototype.galore": ("0.2 to 0.11", "low-rank gradients are not supported; use optimizers with 8-bit states"),
+    "prototype.galore.kernels": ("0.2 to 0.11", "torchao.prototype.galore.optim.galore_torch.AdamW: these were GPU kernels"),
     "prototype.inductor": ("0.12 on", "nothing: products are operators of pennyweight in the graph"),
     "prototype.mx_formats": ("0.3 on", "MXTensor.to_mx, MXDynamicActivationMXWeightConfig"),
-    "prototype.paretoq": ("0.11 on", _QAT),
+    "prototype.paretoq.models.configuration_llama": ("0.11 on", _LLAMA),
+    "prototype.paretoq.models.modeling_llama_quant": ("0.11 on", _LLAMA),
+    "prototype.paretoq.train": ("0.11 on", _LLAMA),
     "prototype.profiler": ("0.8 and 0.9", "torch.profiler"),
     "prototype.quant_logger": ("0.17 on", "the report of quantize_"),
     "prototype.quantization.codebook_groupwise": ("0.13 on", "pennyweight.CodebookWeightOnlyConfig finds codebooks by k-means"),
@@ -180,6 +184,7 @@ BESIDES: dict[str, str] = {
     "prototype.mx_formats.nvfp4_tensor": "NVFP4WeightOnlyConfig",
     "prototype.quantization": "UIntXWeightOnlyConfig; Int8DynamicActivationIntxWeightConfig",
     "prototype.quantization.quant_api": "UIntXWeightOnlyConfig; Float8StaticActivationFloat8WeightConfig",
+    "prototype.galore.optim.galore_torch": "AdamW of the same module, or pennyweight.optim.AdamW8bit without projection",
     "sparsity.blocksparse": _HANDLER,
     "sparsity.marlin": f"{_GPU}Int4WeightOnlyConfig(layout=MarlinSparseLayout())",
     "quantization.autoquant": "candidates=[...] of pennyweight.recommend",
