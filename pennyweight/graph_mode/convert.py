@@ -77,7 +77,7 @@ def convert(model: GraphModule, use_reference_representation: bool = False, fold
 
 def _quantizes(node: Node) -> bool:
     """Does it quantize? Named by the operator, so that other libraries' affine operators count."""
-    return node.target in QUANTIZE or "::quantize_affine" in str(getattr(node.target, "name", lambda: "")())
+    return node.target in QUANTIZE or ".quantize_affine" in str(node.target)
 
 
 def _run_weight_observers(model: GraphModule) -> None:

@@ -147,4 +147,5 @@ def results() -> Iterator[tuple[str, list[str], Tensor]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, model, qat, make in cases():
-            yield name, *(lambda r: (lines(r[0]), r[1]))(run(model, qat, make()))
+            graph, output = run(model, qat, make())
+            yield name, lines(graph), output

@@ -107,9 +107,10 @@ def test_shared_derived_and_fixed_specs() -> None:
         x, weight, bias = linear.args
         make = gm.MinMaxObserver.with_args(eps=2**-12)
         of_weight = gm.QuantizationSpec(torch.int8, make, -128, 127, torch.per_tensor_symmetric)
+        places: Any = [(x, linear), (weight, linear)]
         of_bias = gm.DerivedQuantizationSpec(
-            [(x, linear), (weight, linear)], bias_parameters, torch.int32, -(2**31), 2**31 - 1, torch.per_tensor_symmetric  # type: ignore[list-item]
-        )  # fmt: skip
+            places, bias_parameters, torch.int32, -(2**31), 2**31 - 1, torch.per_tensor_symmetric
+        )
         inputs: Any = {x: spec(), weight: of_weight, bias: of_bias}
         linear.meta[ANNOTATION] = gm.QuantizationAnnotation(inputs, _annotated=True)
         fixed = gm.FixedQParamsQuantizationSpec(torch.uint8, 1 / 256, 0, 0, 255, torch.per_tensor_affine)

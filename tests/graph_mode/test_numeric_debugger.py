@@ -34,7 +34,7 @@ def test_layers_are_compared() -> None:
     assert by_name["linear_1"].results[0].sqnr > 20
     with pytest.raises(ValueError, match="different shapes"):
         numeric_debugger.QuantizationComparisonResult(torch.ones(2), torch.ones(3))
-    with pytest.raises(ValueError, match="torch.export.export first"):
+    with pytest.raises(ValueError, match=r"torch\.export\.export first"):
         numeric_debugger.generate_numeric_debug_handle(model)  # type: ignore[arg-type]
 
 

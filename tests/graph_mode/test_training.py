@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pennyweight import graph_mode as gm
 from pennyweight.graph_mode.fake_quantize import disable_fake_quant
 
-from .graphs import exported, targets, x86, xnnpack
+from .graphs import exported, targets, x86
 
 
 class Net(nn.Module):
