@@ -1,4 +1,4 @@
-"""torchao's protocols of tensors and configs, and the method by which our static config fulfils its own."""
+"""torchao's protocols of tensors and configs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ...planning.configs import Int8StaticActivationInt8WeightConfig
-from .int8_float8_views import QuantizeTensorKwargs, QuantizeTensorToInt8Kwargs
+from .int8_float8_views import QuantizeTensorKwargs
 
 __all__ = ["IsStaticQuantizationConfig", "SupportsActivationPreScaling"]
 
@@ -28,14 +27,3 @@ class IsStaticQuantizationConfig(Protocol):
     def get_act_quant_kwargs(self) -> QuantizeTensorKwargs:
         """How inputs are quantized."""
         ...
-
-
-def _int8_kwargs(config: Int8StaticActivationInt8WeightConfig) -> QuantizeTensorToInt8Kwargs:
-    """How the inputs are quantized."""
-    both = config.granularity
-    return QuantizeTensorToInt8Kwargs(
-        both[0] if isinstance(both, tuple) else both, config.act_mapping_type, config.reduce_range
-    )
-
-
-Int8StaticActivationInt8WeightConfig.get_act_quant_kwargs = _int8_kwargs  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ from __future__ import annotations
 _QAT = "quantize_ with pennyweight.QATConfig, which accepts every config"
 _SPARSE = "sparse weights are stored dense: pennyweight.sparsify_ sets weights to zero, which quantize_ keeps at zero"
 _SCRIPTS = "torchvision's reference scripts, from which it was taken"
+_LLAMA = "transformers' Llama with torchao.prototype.paretoq.models.utils_quant.QuantizeLinear as its linear layers"
 _GPTQ = 'pennyweight.quantize_(model, config, calibration=batches, algorithm="gptq")'
 _SMOOTH = (
     'pennyweight.quantize_(model, Int8DynamicActivationInt8WeightConfig(), calibration=batches, algorithm="smooth")'
@@ -14,6 +15,7 @@ _TRAIN = "quantize_ with a config of pennyweight.training: Float8TrainingConfig,
 _ATTENTION = "F.scaled_dot_product_attention, in the dtype of its inputs; pennyweight.integrations.kv_cache.QuantizedCache stores keys and values in 8 bits or less"
 _DELAYED = "scales are recomputed in each product, ScalingType.DYNAMIC: no history is kept or synchronized"
 _GPU = "packs for one GPU; "
+_HANDLER = "handled one operator inside; call that operator on the tensor"
 
 # Path of a module or of a name in it -> (releases of torchao that had it, from their wheels; replacement).
 GONE: dict[str, tuple[str, str]] = {
@@ -28,15 +30,18 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.autoround.eval_autoround": ("0.5 on", "prepare_model_for_applying_auto_round_, then pennyweight.compare"),
     "prototype.blockwise_fp8_training": ("0.13 on", "Float8BlockwiseLinearConfig, or pennyweight.training.grouped_mm with recipe 'blockwise'"),
     "prototype.common": ("0.2 on", "torch.profiler"),
-    "prototype.dora": ("0.2 to 0.9", "PEFT's DoRA"),
+    "prototype.dora.dora_profile": ("0.2 to 0.9", "torch.profiler, and the layers of torchao.prototype.dora.dora_layer"),
+    "prototype.dora.kernels": ("0.2 to 0.9", "the layers of torchao.prototype.dora.dora_layer: these were GPU kernels"),
     "prototype.dtypes.bitnet": ("0.3 to 0.9", "SpecConfig(TERNARY_TENSOR)"),
     "prototype.float8nocompile": ("0.8 on", "nothing: these are its own tests; the layers are in float8nocompile_linear"),
     "prototype.fp8_sdpa_inference": ("0.16 on", _ATTENTION),
-    "prototype.galore": ("0.2 to 0.11", "low-rank gradients are not supported; use optimizers with 8-bit states"),
+    "prototype.galore.kernels": ("0.2 to 0.11", "torchao.prototype.galore.optim.galore_torch.AdamW: these were GPU kernels"),
     "prototype.inductor": ("0.12 on", "nothing: compiled graphs hold pennyweight's products as operators, so no pass has to find them; pennyweight.fuse_ joins layers"),
+    "prototype.paretoq.models.configuration_llama": ("0.11 on", _LLAMA),
+    "prototype.paretoq.models.modeling_llama_quant": ("0.11 on", _LLAMA),
+    "prototype.paretoq.train": ("0.11 on", _LLAMA),
     "prototype.mx_formats.mx_funcs": ("0.12 on", f"nothing: it {_HANDLER}"),
     "prototype.mx_formats.mx_ops": ("0.3 to 0.12", f"nothing: each {_HANDLER}"),
-    "prototype.paretoq": ("0.11 on", _QAT),
     "prototype.profiler": ("0.8 and 0.9", "torch.profiler"),
     "prototype.quantization.codebook_groupwise.codebook_quantized_tensor": ("0.13 on", "GroupwiseLutWeightConfig: it was packed for ARM processors"),
     "prototype.quantization.subgraph_utils": ("0.8 to 0.16", "pennyweight.recommend"),
@@ -107,6 +112,7 @@ BESIDES: dict[str, str] = {
     "prototype.mx_formats.nvfp4_tensor": _HANDLER,
     "prototype.quantization": "UIntXWeightOnlyConfig; Int8DynamicActivationIntxWeightConfig",
     "prototype.quantization.quant_api": "UIntXWeightOnlyConfig; Float8StaticActivationFloat8WeightConfig",
+    "prototype.galore.optim.galore_torch": "AdamW of the same module, or pennyweight.optim.AdamW8bit without projection",
     "sparsity.blocksparse": _HANDLER,
     "sparsity.marlin": f"{_GPU}Int4WeightOnlyConfig(layout=MarlinSparseLayout())",
     "quantization.quant_api": "register_quantize_module_handler",

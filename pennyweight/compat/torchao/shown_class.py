@@ -12,7 +12,7 @@ from functools import wraps
 from typing import Any
 
 from ...core.tensor import AffineQuantizedTensor
-from .block_views import NF4Tensor
+from .nf4.tensor import NF4Tensor
 from .safetensors_state import find_view
 
 _OURS = AffineQuantizedTensor.__repr__

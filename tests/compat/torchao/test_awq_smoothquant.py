@@ -21,7 +21,8 @@ from pennyweight.compat.torchao.algorithms.awq import (
     get_act_scale,
     insert_awq_observer_,
 )
-from pennyweight.compat.torchao.algorithms.pre_scaled import PreScaledTensor, SupportsActivationPreScaling
+from pennyweight.compat.torchao.algorithms.pre_scaled import PreScaledTensor
+from pennyweight.compat.torchao.protocols import SupportsActivationPreScaling
 from pennyweight.compat.torchao.algorithms.smoothquant import (
     RunningAbsMaxSmoothQuantObserver,
     SmoothQuantConfig,

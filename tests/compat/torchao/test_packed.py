@@ -286,6 +286,7 @@ def test_gemlite(bits: int, group: int | None, hqq: bool) -> None:
 
 
 def test_protocols() -> None:
+    from pennyweight.compat.torchao.quantization import Int8StaticActivationInt8WeightConfig
     from pennyweight.compat.torchao.quantization.quantize_.common import (
         IsStaticQuantizationConfig,
         SupportsActivationPreScaling,
@@ -294,7 +295,7 @@ def test_protocols() -> None:
     w = pw.AffineQuantizedTensor.from_float(torch.randn(4, 64), pw.QuantSpec(pw.get_format("int8"), (-1,)))
     assert isinstance(w, SupportsActivationPreScaling)
     assert not isinstance(torch.zeros(1), SupportsActivationPreScaling)
-    config = pw.Int8StaticActivationInt8WeightConfig(0.5, granularity=(pw.PerTensor(), pw.PerRow()))
+    config = Int8StaticActivationInt8WeightConfig(0.5, granularity=(pw.PerTensor(), pw.PerRow()))
     assert isinstance(config, IsStaticQuantizationConfig)
     assert not isinstance(pw.Int8WeightOnlyConfig(), IsStaticQuantizationConfig)
     kwargs = config.get_act_quant_kwargs()

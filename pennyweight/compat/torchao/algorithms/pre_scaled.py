@@ -6,7 +6,7 @@ linear(x, w) = linear(x * act_pre_scale, weight),  act_pre_scale [in_features]
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from ..class_view import PRE_SCALED
 from ..legacy_weights import WeightTensorWithLinearActivationScaleMetadata, _BeforeLinear
 from ..quant_api import _ExtraRepr, quantize_
 
-__all__ = ["IsStaticQuantizationConfig", "PreScaledTensor", "SupportsActivationPreScaling"]
+__all__ = ["PreScaledTensor"]
 
 aten = torch.ops.aten
 # Attributes of the quantized weight that its pre-scaled form shows too.
@@ -25,22 +25,6 @@ SHOWN = frozenset((
     "act_quant_kwargs", "act_quant_scale", "act_quant_zero_point", "block_size", "original_weight_tensor", "qdata",
     "scale", "spec", "tensor_impl", "zero_point",
 ))  # fmt: skip
-
-
-@runtime_checkable
-class SupportsActivationPreScaling(Protocol):
-    """A weight with ``act_pre_scale``: a tensor that its input is multiplied with, or None."""
-
-    act_pre_scale: Tensor | None
-
-
-@runtime_checkable
-class IsStaticQuantizationConfig(Protocol):
-    """A config of a static activation: its ``act_quant_scale``, and ``get_act_quant_kwargs()``, how to find it."""
-
-    act_quant_scale: Any
-
-    def get_act_quant_kwargs(self) -> Any: ...
 
 
 class PreScaledTensor(_BeforeLinear):

@@ -16,7 +16,7 @@ from ....core.spec import ActivationSpec, QuantSpec
 from ....training import FakeQuantizedLinear
 from ....training.qat.modules import FakeQuantized
 from ..enums import KernelPreference, ScaleCalculationMode
-from ..qat_configs import FakeQuantizeConfigBase
+from ..qat.fake_quantize_configs import FakeQuantizeConfigBase
 from .checks import _validate_kernel_preference
 from .constants import BLOCK_SIZE_DEFAULT, element
 from .mx_tensor import E8M0_SCALE
