@@ -18,9 +18,9 @@ from ...core.tensor import AffineQuantizedTensor, PlainView
 from . import class_view
 from .enums import ZeroPointDomain
 from .int8_float8_views import IntxUnpackedToInt8Tensor
-from .nf4 import parts as nf4
 from .mx.mx_tensor import MXTensor
 from .mx.nvfp4_tensor import NVFP4Tensor
+from .nf4 import parts as nf4
 from .safetensors_state import find_view, view_of
 from .v0_8_aqt import ACTIVATIONS
 from .v0_8_layouts import layout_of
@@ -145,7 +145,7 @@ ATTRIBUTES: dict[str, tuple[Callable[[QT], Any], str]] = {
 }  # fmt: skip
 for _name, (_value, _doc) in ATTRIBUTES.items():
     setattr(QT, _name, property(_value, doc=_doc))
-# torchao's description of a weight in its layer's repr, layouts of plain views, and MX scales. nf4/parts.py attaches NF4's.
+# torchao's description of a weight in its layer's repr, layouts of plain views, MX scales. nf4/parts.py attaches those of NF4.
 QT.to_dtype = lambda w, target_dtype: w.dequantize(target_dtype)  # type: ignore[attr-defined]
 QT.get_hp_scales = _get_hp_scales  # type: ignore[attr-defined]
 QT._quantization_type = lambda w: repr(w).partition("(")[2][:-1]  # type: ignore[attr-defined]

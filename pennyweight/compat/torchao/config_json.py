@@ -27,9 +27,9 @@ from ...planning import configs, granularity
 from ...planning.configs import AOBaseConfig, FqnToConfig
 from ...planning.name_patterns import check_keys
 from . import enums, v0_8_configs, v0_8_layouts
+from .configs import float8
 from .mx import inference, training
 from .prototype_quantization import float8_static
-from .configs import float8
 
 __all__ = [
     "ALLOWED_AO_MODULES", "AOBaseConfig", "ConfigJSONEncoder", "VersionMismatchError", "config_from_dict",

@@ -20,10 +20,10 @@ from ...io.state_dict import describe, identity, pack
 from ...io.strict_json import parse
 from ...planning import granularity
 from . import attributes, enums, int4_views, int8_float8_views, v0_8_aqt, v0_8_layouts
-from .low_bit_optim import state_4bit, state_8bit, state_fp8
-from .nf4 import tensor as nf4_tensor
-from .mx import mx_tensor, nvfp4_tensor
 from .algorithms.pre_scaled import PreScaledTensor
+from .low_bit_optim import state_4bit, state_8bit, state_fp8
+from .mx import mx_tensor, nvfp4_tensor
+from .nf4 import tensor as nf4_tensor
 from .safetensors_state import unflatten_tensor_state_dict
 
 # -- names in torch.load files -----------------------------------------------------------------------------------------

@@ -20,11 +20,11 @@ from pennyweight.compat.torchao.config_json import (
     config_to_dict,
     register_config_type,
 )
+from pennyweight.compat.torchao.configs import float8
 from pennyweight.compat.torchao.mx import inference, training
 from pennyweight.compat.torchao.parq import stretched_grid
 from pennyweight.compat.torchao.prototype_quantization import float8_static, uintx_packed
 from pennyweight.compat.torchao.sparse import api as sparse_api
-from pennyweight.compat.torchao.configs import float8
 from pennyweight.planning import configs
 from pennyweight.planning.configs import AOBaseConfig
 
