@@ -145,7 +145,7 @@ ATTRIBUTES: dict[str, tuple[Callable[[QT], Any], str]] = {
 }  # fmt: skip
 for _name, (_value, _doc) in ATTRIBUTES.items():
     setattr(QT, _name, property(_value, doc=_doc))
-# torchao's description of a weight in its layer's repr, layouts of plain views, MX scales. nf4/parts.py attaches those of NF4.
+# torchao's description of a weight in its layer's repr, layouts of plain views, MX scales. nf4/parts.py attaches NF4's.
 QT.to_dtype = lambda w, target_dtype: w.dequantize(target_dtype)  # type: ignore[attr-defined]
 QT.get_hp_scales = _get_hp_scales  # type: ignore[attr-defined]
 QT._quantization_type = lambda w: repr(w).partition("(")[2][:-1]  # type: ignore[attr-defined]

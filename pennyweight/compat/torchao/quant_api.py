@@ -79,9 +79,8 @@ class _ExtraRepr:
 
     def __call__(self) -> str:
         m = self.module
-        weight = (
-            f", weight={m.weight}" if isinstance(m.weight, AffineQuantizedTensor) else ""
-        )  # not of a dequantized one
+        dequantized = type(m.weight) in (torch.Tensor, nn.Parameter)
+        weight = "" if dequantized else f", weight={m.weight}"
         return f"in_features={m.in_features}, out_features={m.out_features}, bias={m.bias is not None}{weight}"
 
 
