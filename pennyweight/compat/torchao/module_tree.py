@@ -34,7 +34,7 @@ REEXPORTS: dict[str, tuple[str, str]] = {
     ),
     "@optim": (
         "pennyweight.optim",
-        "Adam4bit Adam8bit AdamFp8 AdamW4bit AdamW8bit AdamWFp8 CPUOffloadOptimizer",
+        "CPUOffloadOptimizer",
     ),
 }
 
@@ -78,7 +78,7 @@ _ROWS = (
     ("float8", "inference", "float8_training.inference enums"),
     ("kernel", ". intmm", "int8_matmul"),
     ("kernel", "blockwise_quantization", "blockwise_float8.functions"),
-    ("optim", ". adam cpu_offload", "@optim low_bit_optim.adam"),
+    ("optim", ". adam cpu_offload", "low_bit_optim.optimizers low_bit_optim.adam @optim"),
     ("optim", "quant_utils", "low_bit_optim.quantizers"),
     ("optim", "subclass_4bit", "low_bit_optim.state_4bit"),
     ("optim", "subclass_8bit", "low_bit_optim.state_8bit"),
@@ -101,7 +101,7 @@ _ROWS = (
     ),
     ("prototype.float8nocompile.kernels", ".", ""),
     ("prototype.float8nocompile.kernels", "fp8_dynamic_tensorwise", "float8_training.nocompile"),
-    ("prototype.low_bit_optim", ". adam cpu_offload", "@optim low_bit_optim.adam"),
+    ("prototype.low_bit_optim", ". adam cpu_offload", "low_bit_optim.optimizers low_bit_optim.adam @optim"),
     ("prototype.low_bit_optim", "quant_utils", "low_bit_optim.quantizers"),
     ("prototype.low_bit_optim", "subclass_4bit", "low_bit_optim.state_4bit"),
     ("prototype.low_bit_optim", "subclass_8bit", "low_bit_optim.state_8bit"),
