@@ -74,6 +74,7 @@ _ROWS = (
     ("float8", "float8_python_api", "float8_training.products"),
     ("float8", "float8_scaling_utils", _FLOAT8_TENSOR),
     ("float8", "float8_tensor", f"float8_training.tensor_0_9 {_FLOAT8_TENSOR}"),
+    ("float8", "float8_tensor_parallel", "float8_training.tensor_parallel"),
     ("float8", "float8_utils", "float8_training.functions float8_training.config"),
     ("float8", "inference", "float8_training.inference enums"),
     ("kernel", ". intmm", "int8_matmul"),
