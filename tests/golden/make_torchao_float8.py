@@ -1,4 +1,4 @@
-"""Write torchao_0.18_float8.safetensors: casts to float8 for training, products, and a layer's gradients.
+"""Write torchao_0.18_float8.safetensors and .pt: casts to float8 for training, products, and a layer's gradients.
 
 python make_torchao_float8.py     # in an environment with torchao 0.18.0; CPU
 """
@@ -50,6 +50,10 @@ for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
     y.backward(g)
     values = {"y": y.detach(), "x": inputs.grad, "w": layer.weight.grad, "b": layer.bias.grad}
     out |= {f"layer.{recipe}.{name}": value for name, value in values.items()}
+rows = hp_tensor_to_float8_dynamic(
+    x, torch.float8_e4m3fn, EMULATE, scaling_granularity=ScalingGranularity.AXISWISE, axiswise_dim=-1
+)
+torch.save(rows, Path(__file__).parent / "torchao_0.18_float8.pt")
 path = Path(__file__).parent / "torchao_0.18_float8.safetensors"
 out = {name: value.clone().contiguous() for name, value in out.items()}
 save_file(out, path, {"torchao": version("torchao"), "torch": version("torch")})

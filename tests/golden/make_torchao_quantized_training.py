@@ -1,4 +1,4 @@
-"""Write torchao_0.12_quantized_training.safetensors: products and gradients of torchao's trainable weights.
+"""Write torchao_0.12_quantized_training.safetensors and .pt: products and gradients of trainable weights, the weights.
 
 python make_torchao_quantized_training.py     # in an environment with torchao 0.12.0; CPU
 
@@ -34,5 +34,7 @@ packed = bitnet.BitNetPacked2bitLinearWeight(bitnet._pack_i2_in_i8(codes), torch
 out |= {"packed.data": packed.int_data, "packed.value": packed.dequantize(), "packed.y": F.linear(x[:, :16], packed)}
 half = int8.Int8QuantizedTrainingLinearWeight.from_float(w.bfloat16())
 out |= {"half.codes": half.int_data, "half.scale": half.scale}
+saved = {name: make(w) for name, make in MAKE.items()} | {"packed": packed}
+torch.save(saved, Path(__file__).parent / "torchao_0.12_quantized_training.pt")
 path = Path(__file__).parent / "torchao_0.12_quantized_training.safetensors"
 save_file({k: v.clone() for k, v in out.items()}, path, {"torchao": "0.12.0", "torch": version("torch")})

@@ -21,9 +21,11 @@ from ...io.strict_json import parse
 from ...planning import granularity
 from . import attributes, enums, int4_views, int8_float8_views, v0_8_aqt, v0_8_layouts
 from .algorithms.pre_scaled import PreScaledTensor
+from .float8_training import products, tensor_0_9, training_tensor
 from .low_bit_optim import state_4bit, state_8bit, state_fp8
 from .mx import mx_tensor, nvfp4_tensor
 from .nf4 import tensor as nf4_tensor
+from .quantized_training import configs, weights
 from .safetensors_state import unflatten_tensor_state_dict
 
 # -- names in torch.load files -----------------------------------------------------------------------------------------
@@ -70,6 +72,15 @@ GLOBALS: dict[str, Any] = dict(
         *_at(f"{_Q}.quant_primitives {_Q}", enums, "ZeroPointDomain"),
         *_at(f"{_Q}.quantize_.common.kernel_preference {_Q}.quantize_.common", enums, "KernelPreference"),
         *_at("float8.inference", enums, "Float8MMConfig"),
+        *_at("float8 float8.float8_training_tensor", training_tensor, "Float8TrainingTensor"),
+        *_at("float8 float8.float8_training_tensor float8.float8_tensor", products, "GemmInputRole", "LinearMMConfig",
+             "ScaledMMConfig"),
+        *_at("float8.float8_tensor", tensor_0_9, "Float8Tensor"),
+        *_at("prototype.quantized_training.int8", weights, "Int8QuantizedTrainingLinearWeight"),
+        *_at("prototype.quantized_training.bitnet", weights, "BitNetTrainingLinearWeight",
+             "BitNetPacked2bitLinearWeight"),
+        *_at("prototype.quantized_training.int8_mixed_precision", weights, "Int8MixedPrecisionTrainingLinearWeight"),
+        *_at("prototype.quantized_training.int8_mixed_precision", configs, "Int8MixedPrecisionTrainingConfig"),
         *_at("optim.subclass_8bit prototype.low_bit_optim.subclass_8bit", state_8bit, "OptimState8bit"),
         *_at("optim.subclass_4bit prototype.low_bit_optim.subclass_4bit", state_4bit, "OptimState4bit"),
         *_at("optim.subclass_fp8 prototype.low_bit_optim.subclass_fp8", state_fp8, "OptimStateFp8"),

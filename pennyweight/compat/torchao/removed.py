@@ -20,7 +20,6 @@ _HANDLER = "handled one operator inside; call that operator on the tensor"
 # Path of a module or of a name in it -> (releases of torchao that had it, from their wheels; replacement).
 GONE: dict[str, tuple[str, str]] = {
     "float8": ("0.4 on", _TRAIN),
-    "float8.float8_tensor_parallel": ("0.4 on", "torch's ColwiseParallel and RowwiseParallel, which shard a Float8Linear"),
     "float8.inductor_utils": ("0.9", _DELAYED),
     "float8.roofline_utils": ("0.4 to 0.11", "a measurement, pennyweight doctor --bench"),
     "float8.stateful_float8_linear": ("0.9", _DELAYED),

@@ -237,7 +237,7 @@ def test_states_copy_and_pickle(name: str, tmp_path: Path) -> None:
 
 
 NAMES = ("Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8", "_AdamW")
-RATIO = {"8bit": 0.254, "4bit": 0.141, "Fp8": 0.254, "_AdamW": 1.0}
+RATIO = {"8bit": 0.254, "4bit": 0.133, "Fp8": 0.254, "_AdamW": 1.0}
 
 
 def train(make: Any, save: bool = False) -> tuple[list[float], torch.optim.Optimizer]:

@@ -12,7 +12,8 @@ from torch import nn
 
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 
-TOLD = load_file(Path(__file__).parents[2] / "golden" / "torchao_0.12_quantized_training.safetensors")
+FOLDER = Path(__file__).parents[2] / "golden"
+TOLD = load_file(FOLDER / "torchao_0.12_quantized_training.safetensors")
 COMPILED = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
 pytestmark = pytest.mark.usefixtures("torchao")
 NAMES = ("int8", "mixed", "mixed_two", "bitnet")
@@ -187,3 +188,14 @@ def test_the_layer_of_int8_products() -> None:
     assert isinstance(model[0], Int8MixedPrecisionTrainingLinear)
     assert not isinstance(nn.Linear(2, 2), Int8MixedPrecisionTrainingLinear)
     assert torch.equal(layer(TOLD["x"]), model[0](TOLD["x"]))
+
+
+def test_torchaos_files_load() -> None:
+    """What torch.save wrote of torchao's weights: the same values and products."""
+    saved = torch.load(FOLDER / "torchao_0.12_quantized_training.pt", weights_only=True)
+    for name in NAMES:
+        w, told = saved[name], make(name, TOLD["w"])
+        assert type(w) is type(told)
+        y = F.linear(TOLD["x"], w, TOLD["bias"])
+        assert float((y - TOLD[f"{name}.y"]).norm()) <= 1e-6 * float(y.norm())
+    assert torch.equal(saved["packed"].dequantize(), TOLD["packed.value"])

@@ -1,38 +1,16 @@
-"""torchao.optim.adam: the update of one parameter, and AdamW with float states for quantized parameters.
-
-The optimizers with quantized states are pennyweight.optim's. Formats of their second moments differ from torchao's
-(docs/optimizers.md), as do the block sizes of 4-bit states unless ``block_size`` is given; a learning rate need not be
-a tensor.
-"""
+"""torchao.optim.adam: the update of one parameter, over the rule of our optimizers."""
 
 from __future__ import annotations
-
-import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....core.tensor import AffineQuantizedTensor as QT
-from ....optim import AdamW8bit
-from ....optim.adam import _Adam as _AdamBase
 from ....optim.quantized_states import StateFormat, read, write_
 from ....optim.update_rules import adam
 from .quantizers import _fp32_to_bf16_sr
 
-__all__ = ["_AdamBase", "_AdamW", "single_param_adam"]
-
-
-class _AdamW(AdamW8bit):
-    """AdamW with float32 states, for quantized parameters; bit-identical to torch.optim for the others."""
-
-    LEAST = math.inf
-
-    def __init__(
-        self, params: Any, lr: Any = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 1e-2, amsgrad: bool = False, *, bf16_stochastic_round: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, bf16_stochastic_round=bf16_stochastic_round)
+__all__ = ["single_param_adam"]
 
 
 @torch.no_grad()
