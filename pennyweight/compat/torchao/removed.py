@@ -26,7 +26,6 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.blockwise_fp8_training": ("0.13 on", "pennyweight.training.Float8TrainingConfig('blockwise')"),
     "prototype.common": ("0.2 on", "torch.profiler"),
     "prototype.dora": ("0.2 to 0.9", "PEFT's DoRA"),
-    "prototype.dtypes.bitnet": ("0.3 to 0.9", "SpecConfig(TERNARY_TENSOR)"),
     "prototype.float8_opaque_tensor": ("0.15 on", "Float8DynamicActivationFloat8WeightConfig"),
     "prototype.float8nocompile": ("0.8 on", _TRAIN),
     "prototype.fp8_sdpa_inference": ("0.16 on", "quantized attention is not supported yet"),
@@ -118,7 +117,6 @@ GONE: dict[str, tuple[str, str]] = {
 # Path of a module -> replacement for its missing names.
 BESIDES: dict[str, str] = {
     "dtypes.floatx.float8_layout": "Float8Tensor; scales have an axis for each of the tensor's",
-    "dtypes.uintx.uint4_layout": "UIntXWeightOnlyConfig(torch.uint4)",
     **dict.fromkeys(
         (
             "float8",
@@ -138,7 +136,8 @@ BESIDES: dict[str, str] = {
     "optim.adam": "a rule of pennyweight.optim.update_rules",
     "prototype.low_bit_optim.adam": "a rule of pennyweight.optim.update_rules",
     "prototype.dtypes": "IntxWeightOnlyConfig(torch.int2)",
-    "prototype.dtypes.uint2": "pack_uint2 and unpack_uint2; for weights, UIntXWeightOnlyConfig(torch.uint2)",
+    "prototype.dtypes.bitnet": "the operation itself, on a BitnetTensor; BitnetTensor.implements",
+    "prototype.dtypes.uint2": "the operation itself, on a UInt2Tensor; UInt2Tensor.implements",
     "prototype.mx_formats": "MXDynamicActivationMXWeightConfig or NVFP4WeightOnlyConfig; to train, pennyweight.training.MXTrainingConfig",
     "prototype.mx_formats.config": "MXDynamicActivationMXWeightConfig; to train, pennyweight.training.MXTrainingConfig",
     "prototype.mx_formats.inference_workflow": "MXDynamicActivationMXWeightConfig or NVFP4WeightOnlyConfig",
