@@ -112,3 +112,21 @@ def test_load_state_dict_frames(weight: Any) -> None:
     assert seen == [None] * 3  # Module._load_from_state_dict itself has not been entered
     with torch.no_grad():
         nn.Linear(32, 32, bias=False).weight.copy_(weight)  # no warning
+
+
+def test_conversions_of_a_module() -> None:
+    seen = []
+
+    class Seen(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (torch.Tensor.to, torch.Tensor.bfloat16):
+                seen.append(call_site.converts_module())
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    layer = nn.Linear(2, 2, bias=False)
+    layer.weight = nn.Parameter(torch.zeros(2, 2).as_subclass(Seen))
+    layer.to(torch.float64)
+    layer.bfloat16()
+    layer.weight.to(torch.float64)
+    assert seen == [True, True, False]

@@ -5,10 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pennyweight.core.formats import E2M1, E4M3, E8M0, INT1, INT4, INT8, NF4, UINT4, UINT8
+from pennyweight.core.formats import E2M1, E4M3, E8M0, INT1, INT4, INT8, NF4, UINT4, UINT8, get_format
 from pennyweight.core.numerics import Params, Parts, dequantize, fake_quantize, quantize, sqnr
 from pennyweight.core.qparams import choose
 from pennyweight.core.spec import MXFP8, NF4_DOUBLE, NVFP4, SPECS, TINYGEMM, QuantSpec
+from pennyweight.core.tensor import AffineQuantizedTensor as QT
 
 F16, BF16 = torch.float16, torch.bfloat16
 INT8_ROW = QuantSpec(INT8, (-1,))
@@ -228,3 +229,23 @@ def test_under_a_float64_scale_the_product_is_rounded_once() -> None:
     nested = Parts(torch.ones_like(codes), Parts(numbers, third))
     got = dequantize(nested, QuantSpec(INT8, (1,), inner), codes.shape)
     assert torch.equal(got, (numbers.double() * third).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["plain", "bits"])
+def test_formats_that_round_scales_step_by_step(dtype: torch.dtype, layout: str) -> None:
+    """codes / factor + offset in the dtype of the format, rounded twice; the reference and the backend agree."""
+    fmt = get_format(f"nf4_digits_{str(dtype).removeprefix('torch.')}")
+    assert fmt.rounding is dtype
+    spec = QuantSpec(fmt, (16,), scale=QuantSpec(get_format("int8"), (8,), offset=torch.float32), layout=layout)
+    w = QT.from_float(torch.randn(8, 128, generator=torch.Generator().manual_seed(0)).to(dtype), spec)
+    scale = w.plain_parts().scale
+    factor, offset = (1 / scale.scale).to(dtype), scale.offset.to(dtype)
+    steps = (scale.codes / factor) + offset
+    assert steps.dtype is dtype
+    numbers = torch.tensor(fmt.values, dtype=dtype)[w.codes.int()]
+    told = (numbers.view(8, 8, 16) * steps.unsqueeze(-1)).view(8, 128)
+    assert torch.equal(w.dequantize(), told)
+    assert torch.equal(dequantize(w.plain_parts(), spec.with_(layout="plain"), w.shape, dtype), told)
+    once = QuantSpec(get_format("nf4"), (16,), scale=spec.scale)
+    assert once.format.rounding is None

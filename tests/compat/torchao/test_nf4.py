@@ -3,6 +3,8 @@
 import copy
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -396,3 +398,47 @@ def test_the_report_says_what_stays_float() -> None:
     assert isinstance(model[0].weight, NF4Tensor)
     assert not isinstance(model[1].weight, NF4Tensor)
     assert "448 elements are not a multiple of 64 elements times 256 scalers" in str(report.to_json())
+
+
+def test_the_class_alone_has_the_attributes() -> None:
+    """Without torchao.quantization, which attaches the attributes of all weights."""
+    code = (
+        "import torch\n"
+        "from pennyweight.compat.torchao.dtypes.nf4tensor import to_nf4\n"
+        "w = to_nf4(torch.ones(64, 256))\n"
+        "print(w.block_size, w.n_blocks, w.scaler_block_size, type(w.to(torch.float32)).__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["64", "256", "256", "Tensor"], done.stderr
+
+
+def test_embeddings_and_joined_weights() -> None:
+    table, index = to_nf4(weight(64, 64 * 8), 64, 8), torch.tensor([3, 0, 3, 63])
+    assert torch.equal(F.embedding(index, table), table.dequantize()[index])
+    pieces = [to_nf4(weight(32, 512) * i) for i in (1, 2)]
+    both = torch.cat(pieces)
+    assert both.scaler_mean.shape == both.quantization_factor.shape == (2,)  # each piece has its mean
+    assert torch.equal(both.get_original_weight(), torch.cat([p.get_original_weight() for p in pieces]))
+
+
+def test_siblings_in_a_frozen_model() -> None:
+    """Layers of one input are joined when the model is frozen."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = (nn.Linear(1024, n, bias=False) for n in (64, 32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([self.q(x), self.k(x)], -1)
+
+    model = Attention()
+    for layer in (model.q, model.k):
+        layer.weight = nn.Parameter(to_nf4(layer.weight.detach(), 64, 128), requires_grad=False)
+    x = torch.randn(5, 1024)
+    with torch.no_grad():
+        y = model(x)
+        told = torch.cat([F.linear(x, m.weight.dequantize()) for m in (model.q, model.k)], -1)
+        assert torch.allclose(y, told, atol=1e-4)
+        pw.freeze_(model)
+        assert torch.allclose(model(x), y, atol=1e-6)

@@ -1,5 +1,6 @@
 """Packings, classes and configs of torchao's weights for one kernel or GPU."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -41,8 +42,9 @@ from pennyweight.compat.torchao.dtypes.uintx.packed_linear_int8_dynamic_activati
     target_from_str,
     target_to_str,
 )
+from pennyweight.compat.torchao.dtypes.uintx.uint4_layout import PerChannelSymmetricWeightUInt4Tensor, UInt4Tensor
 from pennyweight.compat.torchao.prototype.custom_fp_utils import _floatx_unpacked_to_f32
-from pennyweight.compat.torchao.prototype.dtypes import uintgen
+from pennyweight.compat.torchao.prototype.dtypes import BitnetTensor, UInt2Tensor, uintgen
 from pennyweight.compat.torchao.quantization import FbgemmConfig, Int4Tensor, quantize_
 from pennyweight.compat.torchao.quantization.marlin_qqq import (
     marlin_qqq_workspace,
@@ -300,3 +302,64 @@ def test_protocols() -> None:
     assert not isinstance(pw.Int8WeightOnlyConfig(), IsStaticQuantizationConfig)
     kwargs = config.get_act_quant_kwargs()
     assert (kwargs.granularity, kwargs.mapping_type) == (pw.PerTensor(), pw.MappingType.SYMMETRIC)
+
+
+# -- integers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [UInt4Tensor, UInt2Tensor])
+def test_packed_integers(cls: type) -> None:
+    x = torch.randint(0, 1 << cls.bits, (4, 16), dtype=torch.uint8)
+    w = cls.from_unpacked(x)
+    assert w.shape == x.shape
+    assert w.elem.shape == (4, 16 * cls.bits // 8)
+    for dtype in (torch.uint8, torch.int64, torch.float32):
+        assert torch.equal(w.to(dtype), x.to(dtype))
+        assert type(w.to(dtype)) is torch.Tensor
+    assert w.tolist() == x.tolist()
+    unit = 8 // cls.bits
+    cases = [
+        (w.view(8, 8), x.view(8, 8)), (w.view(-1), x.view(-1)), (w.t(), x.t()), (w.transpose(0, 1), x.t()),
+        (w[1:3], x[1:3]), (w[:, unit : 3 * unit], x[:, unit : 3 * unit]), (w[2], x[2]), (w.clone(), x),
+        (w.detach(), x), (w.unbind(0)[1], x[1]), (w.to("cpu"), x), (copy.deepcopy(w), x), (w[:, ::1], x),
+    ]  # fmt: skip
+    for ours, plain in cases:
+        assert type(ours) is cls
+        assert torch.equal(ours.to(torch.uint8), plain)
+    assert torch.equal(torch.stack(w.unbind(1), 1), x)
+    assert torch.equal(w.view(torch.uint8), x)
+    assert w == cls.from_unpacked(x.clone())
+    assert w != cls.from_unpacked((x + 1) % (1 << cls.bits))
+    assert torch.equal(w, cls.from_unpacked(x))
+    assert f"dtype=torch.uint{cls.bits}" in repr(w)
+    with pytest.raises(NotImplementedError, match=f"1:{unit}:1 of a {cls.__name__} cuts bytes"):
+        w[:, 1:unit]
+    with pytest.raises(AssertionError, match="not divisible by"):
+        w.view(64 * unit // (unit + 1), -1) if 64 % (unit + 1) == 0 else w.view(64, 1)
+    with pytest.raises(AssertionError, match="holds bytes"):
+        cls(torch.zeros(4))
+
+
+def test_bitnet_integers() -> None:
+    x = torch.randn(8, 16)
+    w = BitnetTensor.from_float(x)
+    assert isinstance(w, UInt2Tensor)
+    assert torch.equal(w.to(torch.float32), x.sign() + 1)
+    a = torch.randn(3, 16)
+    told = a @ (x.sign() + 1).t()
+    assert torch.allclose(torch.mm(a, w.t()), told, atol=1e-5)
+    assert torch.allclose(F.linear(a, w, torch.ones(8)), told + 1, atol=1e-5)
+
+
+def test_uint4_weights_per_channel() -> None:
+    x = torch.randn(8, 16)
+    w = PerChannelSymmetricWeightUInt4Tensor.from_float(x)
+    scale = x.abs().amax(1) / 7.5
+    codes = (x / scale.unsqueeze(1)).round().clamp(0, 15)
+    assert torch.equal(w.scales, scale)
+    assert torch.equal(w.to(torch.float32), codes)
+    a = torch.randn(3, 16)
+    told = a @ (codes * scale.unsqueeze(1)).t()
+    assert torch.allclose(F.linear(a, w), told, atol=1e-4)
+    assert torch.allclose(F.linear(a, w, torch.ones(8)), told + 1, atol=1e-4)
+    assert torch.equal(w.clone().scales, scale)

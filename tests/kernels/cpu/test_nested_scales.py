@@ -180,3 +180,24 @@ def test_what_is_refused_and_why() -> None:
         verdict = fits(spec, shape)
         assert isinstance(verdict, str), spec
         assert reason in verdict, (spec, verdict)
+
+
+@pytest.mark.parametrize("rows", [2, 4, 24, 48])
+def test_rows_share_outer_scales(rows: int, isa: str) -> None:
+    """The layout repeats them for each row, and gives them back as they were."""
+    spec = QuantSpec(NF4, (32,), scale=QuantSpec(INT8, (rows, 4), offset=torch.float32))
+    w = QT.from_float(torch.randn(48, 256, generator=torch.Generator().manual_seed(rows)), spec)
+    packed = prepare(w)
+    assert packed.spec.layout == "cpu_float"
+    assert packed.nbytes > w.to_layout("bits").nbytes
+    for ours, told in zip(packed.plain_parts().scale, w.plain_parts().scale, strict=True):
+        assert ours is told is None or torch.equal(ours, told)
+    x = torch.randn(5, 256)
+    assert torch.allclose(F.linear(x, packed), F.linear(x, w.dequantize()), rtol=1e-5, atol=1e-4)
+
+
+def test_rows_that_outer_scales_do_not_divide() -> None:
+    spec = QuantSpec(NF4, (32,), scale=QuantSpec(INT8, (32, 4), offset=torch.float32))
+    w = QT.from_float(torch.randn(48, 256), spec)
+    assert prepare(w).spec.layout == "bits"
+    assert "of rows that divide 48, not of 32" in str(explain(torch.randn(1, 256), w))

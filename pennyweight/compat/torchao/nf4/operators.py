@@ -174,7 +174,8 @@ def _size(args: Any) -> tuple[int, ...] | None:
 
 def with_shape(w: QT, size: tuple[int, ...]) -> QT:
     """A read-only copy of w with another shape of as many elements."""
-    given = (parts.block_size(w), w.n_blocks, parts.scaler_block_size(w))  # type: ignore[attr-defined]
+    block = parts.block_size(w)
+    given = (block, w.numel() // block, parts.scaler_block_size(w))
     tensors = (parts.quantized_scalers, parts.quantization_factor, parts.scaler_mean, parts.quantized_data, parts.nf4)
     new = parts.build(parts.describe(w, size), *given, *(get(w) for get in tensors))
     return new.with_(readonly=True).requires_grad_(w.requires_grad)

@@ -7,12 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from ....core.tensor import AffineQuantizedTensor as QT
+from .. import attributes
 from ..class_view import View
 from . import operators, parts, scalers
 from .parts import SubclassTensorArgs
 
 __all__ = ["NF4Tensor", "nf4_constructor", "to_nf4"]
 assert operators.NF4_OPS_TABLE is not None  # weights of this kind have torchao's operators
+assert attributes.ATTRIBUTES  # and attributes
 
 
 class NF4Tensor(View):
