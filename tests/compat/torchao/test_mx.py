@@ -180,6 +180,14 @@ def test_packing() -> None:
     assert int(packed[0, 0]) == int(codes[0, 0]) + 16 * int(codes[0, 1])
     assert torch.equal(kernels.unpack_uint4(packed), codes)
     assert torch.equal(kernels.triton_f4_to_bf16(packed).float(), kernels.f4_unpacked_to_f32(codes))
+    older = custom_cast.pack_uint4(codes)
+    assert int(older[0, 0]) == 16 * int(codes[0, 0]) + int(codes[0, 1])
+    assert torch.equal(custom_cast.unpack_uint4(older), codes)
+    assert torch.equal(custom_cast.triton_f4_to_bf16(older), kernels.triton_f4_to_bf16(packed))
+    scale = torch.tensor([[126], [127], [129]], dtype=torch.uint8)
+    want = kernels.f4_unpacked_to_f32(codes) * torch.tensor([[0.5], [1.0], [4.0]])
+    assert torch.equal(kernels.triton_f4_to_scaled_bf16(packed, scale, 8).float(), want)
+    assert torch.equal(custom_cast.triton_f4_to_scaled_bf16(older, scale, 8).float(), want)
     with pytest.raises(AssertionError, match="the last axis must be even"):
         kernels.pack_uint4(codes[:, :3])
     assert kernels.down_size((2, 6)) == (2, 3)
@@ -450,10 +458,11 @@ def test_what_torchao_saved() -> None:
 
 
 def test_pickles_of_older_releases() -> None:
-    """Their attributes had other names, and the codes of fp6 were packed."""
+    """Their attributes had other names, the codes of fp6 were packed, and of two fp4 codes the even one was high."""
     x = torch.randn(4, 64)
     for element in ELEMENTS.values():
         scale, codes = to_mx(x, element, 32, pack_fp6=True)
+        codes = custom_cast.pack_uint4(kernels.unpack_uint4(codes)) if element is torch.float4_e2m1fn_x2 else codes
         state = {
             "_scale_e8m0": scale, "_data": codes, "_elem_dtype": element, "_block_size": 32,
             "_orig_dtype": torch.float32, "_use_fp4_custom_triton_dequant_kernel": False,
@@ -462,6 +471,7 @@ def test_pickles_of_older_releases() -> None:
         w = MXTensor.restore(state, x)
         assert torch.equal(w.dequantize(), MXTensor.to_mx(x, element).dequantize())
     scale, codes = kernels.mslk_quantize_nvfp4(x)
+    codes = custom_cast.pack_uint4(kernels.unpack_uint4(codes))
     state = {
         "_scale_e4m3": scale, "_is_swizzled_scales": True, "_per_tensor_scale": None, "_data": codes, "_block_size": 16,
         "_orig_dtype": torch.bfloat16, "mm_config": NVFP4MMConfig.DYNAMIC, "use_triton_kernel": True,

@@ -19,6 +19,7 @@ from ..enums import KernelPreference, ScaleCalculationMode
 from ..int8_float8_views import QuantizeTensorKwargs
 from .constants import BLOCK_SIZE_DEFAULT, ELEMENTS, SUPPORTED_ELEM_DTYPES, element
 from .conversion import to_mx
+from .custom_cast import swap_halves
 from .element_codes import pack_uint4, unpack_uint4, unpack_uint6
 from .scale_layout import from_blocked
 
@@ -135,6 +136,7 @@ class MXTensor(View):
         if state.get("_pack_fp6") and fmt in (E2M3, E3M2):
             by_block = unpack_uint6(codes.reshape(-1, state["_block_size"] // 4 * 3))
             codes = by_block.reshape(*codes.shape[:-1], codes.shape[-1] // 3 * 4)
+        codes = swap_halves(codes) if fmt is E2M1 else codes
         return cls.build(codes, state["_scale_e8m0"], state["_elem_dtype"], state["_block_size"], state["_orig_dtype"])
 
     @classmethod

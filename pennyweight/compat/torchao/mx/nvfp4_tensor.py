@@ -16,6 +16,7 @@ from ..class_view import View, plain_codes, whole
 from ..enums import NVFP4MMConfig
 from ..int8_float8_views import QuantizeTensorKwargs
 from .conversion import nvfp4_quantize
+from .custom_cast import swap_halves
 from .element_codes import pack_uint4
 from .mx_tensor import FP4_BYTES, block_scales, fp4_codes, logical, need, stored_order, transposed
 
@@ -112,7 +113,7 @@ class NVFP4Tensor(View):
             return super().restore(state, shell)
         dynamic = state["mm_config"] is NVFP4MMConfig.DYNAMIC
         return cls.build(
-            state["_data"], state["_scale_e4m3"], state["_block_size"], state["_orig_dtype"],
+            swap_halves(state["_data"]), state["_scale_e4m3"], state["_block_size"], state["_orig_dtype"],
             state["_per_tensor_scale"], is_swizzled_scales=state["_is_swizzled_scales"],
             act_quant_kwargs=QuantizeTensorToNVFP4Kwargs() if dynamic else None,
         )  # fmt: skip
