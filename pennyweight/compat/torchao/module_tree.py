@@ -93,7 +93,7 @@ _ROWS = (
     ("prototype.mx_formats", "mx_linear", f"{_MX} mx.training mx.inference"),
     ("prototype.mx_formats", "mx_tensor", f"{_MX} {_MX_TENSORS} mx.conversion mx.constants mx.scale_layout enums"),
     ("prototype.mx_formats", "nvfp4_tensor", f"{_MX} {_MX_TENSORS} mx.conversion enums"),
-    ("prototype.mx_formats", "utils", "mx.scale_layout"),
+    ("prototype.mx_formats", "utils", f"{_MX} mx.scale_layout mx.mx_tensor"),
     ("prototype.qat", ". mx nvfp4", f"{_MX} mx.fake_quantize"),
     ("prototype.quantization", ". quant_api", _CONFIGS),
     ("prototype.quantization.int4", ".", f"{_CONFIGS} int8_float8_views int4_views"),

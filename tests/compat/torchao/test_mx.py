@@ -19,6 +19,7 @@ from pennyweight.compat.torchao.prototype.mx_formats.mx_tensor import (
     MXTensor,
     QuantizeTensorToMXKwargs,
     ToMXConstrFunc,
+    _addmm_mx_dispatch,
     _to_mx_rceil,
     get_fp_scale,
     tensor_size_fp4x2_to_hp,
@@ -416,6 +417,20 @@ def test_differentiable_casts() -> None:
     g = torch.randn(4, 64).bfloat16()
     y.backward(g)
     assert torch.equal(x.grad, g.float())
+
+
+def test_products_and_transposes_by_name() -> None:
+    x, w, bias = torch.randn(5, 64), torch.randn(32, 64), torch.randn(32)
+    for a, b in ((MXTensor.to_mx(x, torch.float8_e4m3fn), MXTensor.to_mx(w, torch.float8_e4m3fn)),
+                 (NVFP4Tensor.to_nvfp4(x), NVFP4Tensor.to_nvfp4(w))):  # fmt: skip
+        want = a.dequantize() @ b.dequantize().t()
+        torch.testing.assert_close(_addmm_mx_dispatch(a, b.t()), want)
+        torch.testing.assert_close(_addmm_mx_dispatch(a, b.t(), None, bias), want + bias)
+    made = utils._to_mxfp8_dim1_kernel_wrapper(
+        w, 32, torch.float8_e4m3fn, torch.bfloat16, KernelPreference.EMULATED, None, ScaleCalculationMode.RCEIL
+    )
+    want = MXTensor.to_mx(w.t().contiguous(), torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
+    assert torch.equal(made.dequantize(), want.dequantize().bfloat16())
 
 
 def test_checks_of_torchao() -> None:

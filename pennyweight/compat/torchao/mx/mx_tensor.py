@@ -197,6 +197,23 @@ _IGNORED = {
 }  # fmt: skip
 
 
+# -- functions of torchao's own modules --------------------------------------------------------------------------------
+
+
+def _addmm_mx_dispatch(a: Tensor, b: Tensor, aten_op: Any = None, bias: Tensor | None = None) -> Tensor:
+    """a @ b + bias of matrices of which one or both are quantized. A float ``a`` is quantized as b says."""
+    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+
+
+def _to_mxfp8_dim1_kernel_wrapper(
+    a: Tensor, block_size: int, elem_dtype: Any, hp_dtype: torch.dtype, kernel_preference: Any = None,
+    cast_kernel_choice: Any = None, scale_calculation_mode: ScaleCalculationMode = ScaleCalculationMode.FLOOR,
+) -> QT:  # fmt: skip
+    """The transpose of a matrix, quantized along its columns, in ``hp_dtype``. Kernel choices have no effect."""
+    made = MXTensor.to_mx(a.t().contiguous(), elem_dtype, block_size, scale_calculation_mode)
+    return made.to(hp_dtype)  # type: ignore[return-value]
+
+
 # -- casts of torchao 0.9 ----------------------------------------------------------------------------------------------
 
 

@@ -18,9 +18,10 @@ from ..int8_float8_views import QuantizeTensorKwargs
 from .conversion import nvfp4_quantize
 from .custom_cast import swap_halves
 from .element_codes import pack_uint4
-from .mx_tensor import FP4_BYTES, block_scales, fp4_codes, logical, need, stored_order, transposed
+from .mx_tensor import FP4_BYTES, _addmm_mx_dispatch, block_scales, fp4_codes, logical, need, stored_order, transposed
 
 __all__ = ["NVFP4Tensor", "QuantizeTensorToNVFP4Kwargs"]
+_addmm_nvfp4_dispatch = _addmm_mx_dispatch
 ALONE, UNDER_ONE = QuantSpec(E4M3, (1,), scale=None), QuantSpec(E4M3, None)
 
 
