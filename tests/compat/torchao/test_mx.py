@@ -511,6 +511,37 @@ def test_bad_pieces() -> None:
     assert torch.equal(again.dequantize(), e4m3.dequantize().bfloat16())
 
 
+@pytest.mark.parametrize("mode", ScaleCalculationMode, ids=lambda m: m.value)
+def test_compiled(mode: ScaleCalculationMode) -> None:
+    torch._dynamo.reset()
+    x = torch.randn(4, 64)
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        return (
+            MXTensor.to_mx(x, torch.float4_e2m1fn_x2, scaling_mode=mode).dequantize(),
+            NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max())).dequantize(),
+        )
+
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
+    assert all(map(torch.equal, compiled(x), both(x)))
+
+
+def test_under_another_default_dtype_and_without_values() -> None:
+    x = torch.randn(4, 64)
+    want = [MXTensor.to_mx(x, e, scaling_mode=m) for e in ELEMENTS.values() for m in ScaleCalculationMode]
+    torch.set_default_dtype(torch.float64)
+    try:
+        got = [MXTensor.to_mx(x, e, scaling_mode=m) for e in ELEMENTS.values() for m in ScaleCalculationMode]
+        assert all(torch.equal(raw(a.qdata), raw(b.qdata)) for a, b in zip(got, want, strict=True))
+        assert all(a.dequantize().dtype is torch.float32 for a in got)
+        assert NVFP4Tensor.to_nvfp4(x, per_tensor_scale=torch.tensor(0.01)).per_tensor_scale.dtype is torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+    empty = x.to("meta")
+    assert MXTensor.to_mx(empty, torch.float8_e4m3fn).is_meta
+    assert NVFP4Tensor.to_nvfp4(empty).qdata.shape == (4, 32)
+
+
 # -- bits of small floats ----------------------------------------------------------------------------------------------
 
 
