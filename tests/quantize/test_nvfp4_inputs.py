@@ -80,6 +80,18 @@ def test_calibrated() -> None:
     assert sqnr(exact, m(data[0])) > 13
 
 
+@torch.no_grad()
+def test_saved(tmp_path) -> None:
+    m, x = model(), torch.randn(4, 64)
+    pw.quantize_(m, CONFIG(act_scale=0.002))
+    pw.save(m, tmp_path / "m")
+    again = model()
+    again.load_state_dict(pw.load(tmp_path / "m"), assign=True)
+    assert torch.equal(again(x), m(x))
+    assert again[0].weight.act == m[0].weight.act
+    assert torch.equal(torch.export.export(m, (x,)).module()(x), m(x))
+
+
 def test_trained() -> None:
     m, x = model(), torch.randn(5, 64, requires_grad=True)
     config = CONFIG(act_scale=0.002)

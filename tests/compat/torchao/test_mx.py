@@ -19,6 +19,7 @@ from pennyweight.compat.torchao.prototype.mx_formats.mx_tensor import (
     MXTensor,
     QuantizeTensorToMXKwargs,
     ToMXConstrFunc,
+    _addmm_mx_dispatch,
     _to_mx_rceil,
     get_fp_scale,
     tensor_size_fp4x2_to_hp,
@@ -180,6 +181,14 @@ def test_packing() -> None:
     assert int(packed[0, 0]) == int(codes[0, 0]) + 16 * int(codes[0, 1])
     assert torch.equal(kernels.unpack_uint4(packed), codes)
     assert torch.equal(kernels.triton_f4_to_bf16(packed).float(), kernels.f4_unpacked_to_f32(codes))
+    older = custom_cast.pack_uint4(codes)
+    assert int(older[0, 0]) == 16 * int(codes[0, 0]) + int(codes[0, 1])
+    assert torch.equal(custom_cast.unpack_uint4(older), codes)
+    assert torch.equal(custom_cast.triton_f4_to_bf16(older), kernels.triton_f4_to_bf16(packed))
+    scale = torch.tensor([[126], [127], [129]], dtype=torch.uint8)
+    want = kernels.f4_unpacked_to_f32(codes) * torch.tensor([[0.5], [1.0], [4.0]])
+    assert torch.equal(kernels.triton_f4_to_scaled_bf16(packed, scale, 8).float(), want)
+    assert torch.equal(custom_cast.triton_f4_to_scaled_bf16(older, scale, 8).float(), want)
     with pytest.raises(AssertionError, match="the last axis must be even"):
         kernels.pack_uint4(codes[:, :3])
     assert kernels.down_size((2, 6)) == (2, 3)
@@ -410,6 +419,20 @@ def test_differentiable_casts() -> None:
     assert torch.equal(x.grad, g.float())
 
 
+def test_products_and_transposes_by_name() -> None:
+    x, w, bias = torch.randn(5, 64), torch.randn(32, 64), torch.randn(32)
+    for a, b in ((MXTensor.to_mx(x, torch.float8_e4m3fn), MXTensor.to_mx(w, torch.float8_e4m3fn)),
+                 (NVFP4Tensor.to_nvfp4(x), NVFP4Tensor.to_nvfp4(w))):  # fmt: skip
+        want = a.dequantize() @ b.dequantize().t()
+        torch.testing.assert_close(_addmm_mx_dispatch(a, b.t()), want)
+        torch.testing.assert_close(_addmm_mx_dispatch(a, b.t(), None, bias), want + bias)
+    made = utils._to_mxfp8_dim1_kernel_wrapper(
+        w, 32, torch.float8_e4m3fn, torch.bfloat16, KernelPreference.EMULATED, None, ScaleCalculationMode.RCEIL
+    )
+    want = MXTensor.to_mx(w.t().contiguous(), torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
+    assert torch.equal(made.dequantize(), want.dequantize().bfloat16())
+
+
 def test_checks_of_torchao() -> None:
     _validate_elem_dtype("fp6_e2m3")
     with pytest.raises(AssertionError, match="elem_dtype must be one of"):
@@ -450,10 +473,11 @@ def test_what_torchao_saved() -> None:
 
 
 def test_pickles_of_older_releases() -> None:
-    """Their attributes had other names, and the codes of fp6 were packed."""
+    """Their attributes had other names, the codes of fp6 were packed, and of two fp4 codes the even one was high."""
     x = torch.randn(4, 64)
     for element in ELEMENTS.values():
         scale, codes = to_mx(x, element, 32, pack_fp6=True)
+        codes = custom_cast.pack_uint4(kernels.unpack_uint4(codes)) if element is torch.float4_e2m1fn_x2 else codes
         state = {
             "_scale_e8m0": scale, "_data": codes, "_elem_dtype": element, "_block_size": 32,
             "_orig_dtype": torch.float32, "_use_fp4_custom_triton_dequant_kernel": False,
@@ -462,6 +486,7 @@ def test_pickles_of_older_releases() -> None:
         w = MXTensor.restore(state, x)
         assert torch.equal(w.dequantize(), MXTensor.to_mx(x, element).dequantize())
     scale, codes = kernels.mslk_quantize_nvfp4(x)
+    codes = custom_cast.pack_uint4(kernels.unpack_uint4(codes))
     state = {
         "_scale_e4m3": scale, "_is_swizzled_scales": True, "_per_tensor_scale": None, "_data": codes, "_block_size": 16,
         "_orig_dtype": torch.bfloat16, "mm_config": NVFP4MMConfig.DYNAMIC, "use_triton_kernel": True,
@@ -484,6 +509,37 @@ def test_bad_pieces() -> None:
     e4m3 = MXTensor.to_mx(torch.randn(4, 64), torch.float8_e4m3fn)
     again = MXTensor.from_qdata_and_scales(e4m3.qdata, e4m3._scale_e8m0, torch.bfloat16)
     assert torch.equal(again.dequantize(), e4m3.dequantize().bfloat16())
+
+
+@pytest.mark.parametrize("mode", ScaleCalculationMode, ids=lambda m: m.value)
+def test_compiled(mode: ScaleCalculationMode) -> None:
+    torch._dynamo.reset()
+    x = torch.randn(4, 64)
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        return (
+            MXTensor.to_mx(x, torch.float4_e2m1fn_x2, scaling_mode=mode).dequantize(),
+            NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max())).dequantize(),
+        )
+
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
+    assert all(map(torch.equal, compiled(x), both(x)))
+
+
+def test_under_another_default_dtype_and_without_values() -> None:
+    x = torch.randn(4, 64)
+    want = [MXTensor.to_mx(x, e, scaling_mode=m) for e in ELEMENTS.values() for m in ScaleCalculationMode]
+    torch.set_default_dtype(torch.float64)
+    try:
+        got = [MXTensor.to_mx(x, e, scaling_mode=m) for e in ELEMENTS.values() for m in ScaleCalculationMode]
+        assert all(torch.equal(raw(a.qdata), raw(b.qdata)) for a, b in zip(got, want, strict=True))
+        assert all(a.dequantize().dtype is torch.float32 for a in got)
+        assert NVFP4Tensor.to_nvfp4(x, per_tensor_scale=torch.tensor(0.01)).per_tensor_scale.dtype is torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+    empty = x.to("meta")
+    assert MXTensor.to_mx(empty, torch.float8_e4m3fn).is_meta
+    assert NVFP4Tensor.to_nvfp4(empty).qdata.shape == (4, 32)
 
 
 # -- bits of small floats ----------------------------------------------------------------------------------------------

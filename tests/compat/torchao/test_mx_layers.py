@@ -1,5 +1,6 @@
 """MX and NVFP4 layers under torchao's names: inference, static inputs, training, training for deployment."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,13 @@ def test_inference_layers() -> None:
         assert isinstance(m[0].weight_mx, MXTensor)
         torch.testing.assert_close(m[0](x), want)
     assert "pack_fp6=True" in str(m)
+    assert set(m.state_dict()) == {"0.weight_mx", "0.bias", "2.weight_mx", "2.bias"}
+    y, twin = m(x), copy.deepcopy(m)
+    for parameter in twin.parameters():
+        parameter.zero_()
+    twin.load_state_dict(m.state_dict())
+    assert torch.equal(twin(x), y)
+    assert m.to(torch.bfloat16)(x.bfloat16()).dtype is torch.bfloat16
     m = model()
     swap_linear_with_mx_inference_linear(m, config=MXLinearConfig(), filter_fn=lambda mod, name: name == "2")
     assert isinstance(m[2], MXInferenceLinear)

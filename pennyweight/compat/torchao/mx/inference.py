@@ -97,7 +97,8 @@ _FP6 = (DTYPE_FP6_E2M3, DTYPE_FP6_E3M2)
 
 
 class MXInferenceLinear(nn.Linear):
-    """A linear layer whose weight is MX, ``weight_mx``; computes like a layer quantized by MXWeightOnlyConfig."""
+    """A linear layer whose weight is MX, the parameter ``weight_mx`` (``weight`` is None); computes like a layer
+    quantized by MXWeightOnlyConfig."""
 
     weight_mx: AffineQuantizedTensor
     config: Any
@@ -110,8 +111,10 @@ class MXInferenceLinear(nn.Linear):
         config = MXInferenceLinearConfig() if config is None else config
         new = cls(mod.in_features, mod.out_features, bias=False, device="meta")
         weight = MXTensor.to_mx(mod.weight.contiguous(), config.elem_dtype, config.block_size)
-        new.weight_mx, new.bias, new.config = weight, mod.bias, config  # type: ignore[assignment]
-        return new
+        new.weight = None  # type: ignore[assignment]
+        new.weight_mx = nn.Parameter(weight, requires_grad=False)  # type: ignore[assignment]
+        new.bias, new.config = mod.bias, config
+        return new.train(mod.training)
 
     @torch.no_grad()
     def forward(self, input: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from ..enums import KernelPreference, ScaleCalculationMode
 from ..int8_float8_views import QuantizeTensorKwargs
 from .constants import BLOCK_SIZE_DEFAULT, ELEMENTS, SUPPORTED_ELEM_DTYPES, element
 from .conversion import to_mx
+from .custom_cast import swap_halves
 from .element_codes import pack_uint4, unpack_uint4, unpack_uint6
 from .scale_layout import from_blocked
 
@@ -135,6 +136,7 @@ class MXTensor(View):
         if state.get("_pack_fp6") and fmt in (E2M3, E3M2):
             by_block = unpack_uint6(codes.reshape(-1, state["_block_size"] // 4 * 3))
             codes = by_block.reshape(*codes.shape[:-1], codes.shape[-1] // 3 * 4)
+        codes = swap_halves(codes) if fmt is E2M1 else codes
         return cls.build(codes, state["_scale_e8m0"], state["_elem_dtype"], state["_block_size"], state["_orig_dtype"])
 
     @classmethod
@@ -193,6 +195,23 @@ class MXTensor(View):
 _IGNORED = {
     "gemm_kernel_choice", "mxfp8_dim0_cast_kernel_choice", "pack_fp6", "use_fp4_custom_triton_dequant_kernel",
 }  # fmt: skip
+
+
+# -- functions of torchao's own modules --------------------------------------------------------------------------------
+
+
+def _addmm_mx_dispatch(a: Tensor, b: Tensor, aten_op: Any = None, bias: Tensor | None = None) -> Tensor:
+    """a @ b + bias of matrices of which one or both are quantized. A float ``a`` is quantized as b says."""
+    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+
+
+def _to_mxfp8_dim1_kernel_wrapper(
+    a: Tensor, block_size: int, elem_dtype: Any, hp_dtype: torch.dtype, kernel_preference: Any = None,
+    cast_kernel_choice: Any = None, scale_calculation_mode: ScaleCalculationMode = ScaleCalculationMode.FLOOR,
+) -> QT:  # fmt: skip
+    """The transpose of a matrix, quantized along its columns, in ``hp_dtype``. Kernel choices have no effect."""
+    made = MXTensor.to_mx(a.t().contiguous(), elem_dtype, block_size, scale_calculation_mode)
+    return made.to(hp_dtype)  # type: ignore[return-value]
 
 
 # -- casts of torchao 0.9 ----------------------------------------------------------------------------------------------

@@ -16,10 +16,12 @@ from ..class_view import View, plain_codes, whole
 from ..enums import NVFP4MMConfig
 from ..int8_float8_views import QuantizeTensorKwargs
 from .conversion import nvfp4_quantize
+from .custom_cast import swap_halves
 from .element_codes import pack_uint4
-from .mx_tensor import FP4_BYTES, block_scales, fp4_codes, logical, need, stored_order, transposed
+from .mx_tensor import FP4_BYTES, _addmm_mx_dispatch, block_scales, fp4_codes, logical, need, stored_order, transposed
 
 __all__ = ["NVFP4Tensor", "QuantizeTensorToNVFP4Kwargs"]
+_addmm_nvfp4_dispatch = _addmm_mx_dispatch
 ALONE, UNDER_ONE = QuantSpec(E4M3, (1,), scale=None), QuantSpec(E4M3, None)
 
 
@@ -45,7 +47,7 @@ class QuantizeTensorToNVFP4Kwargs(QuantizeTensorKwargs):
 
 
 def _one_number(what: str, scale: Tensor) -> Tensor:
-    need(what, scale, (torch.float32, torch.float16, torch.bfloat16))
+    need(what, scale, (torch.float32, torch.float64, torch.float16, torch.bfloat16))
     if scale.numel() != 1:
         raise ValueError(f"{what} must be one number, got {list(scale.shape)}")
     return scale.detach().float().reshape(1)
@@ -112,7 +114,7 @@ class NVFP4Tensor(View):
             return super().restore(state, shell)
         dynamic = state["mm_config"] is NVFP4MMConfig.DYNAMIC
         return cls.build(
-            state["_data"], state["_scale_e4m3"], state["_block_size"], state["_orig_dtype"],
+            swap_halves(state["_data"]), state["_scale_e4m3"], state["_block_size"], state["_orig_dtype"],
             state["_per_tensor_scale"], is_swizzled_scales=state["_is_swizzled_scales"],
             act_quant_kwargs=QuantizeTensorToNVFP4Kwargs() if dynamic else None,
         )  # fmt: skip
