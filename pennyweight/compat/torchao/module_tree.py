@@ -104,7 +104,11 @@ _ROWS = (
     ("prototype.quantized_training", ". bitnet int8 int8_mixed_precision", "training"),
     ("prototype.safetensors", ".", ""),
     ("prototype.safetensors", "safetensors_support safetensors_utils", "safetensors_state"),
-    ("prototype.smoothquant", ". api core", "algorithms.smoothquant algorithms.v0_9_smoothquant"),
+    (
+        "prototype.smoothquant",
+        ". api core",
+        "algorithms.smoothquant algorithms.smooth_observers algorithms.v0_9_smoothquant",
+    ),
     ("prototype.spinquant", ". spinquant", "algorithms.spinquant"),
     ("prototype.spinquant", "_hadamard_matrices hadamard_utils", "algorithms.hadamard"),
     (
@@ -140,8 +144,8 @@ _ROWS = (
     ("quantization.prototype.qat", ". api embedding fake_quantizer linear", _QAT),
     ("quantization.qat", ". api embedding fake_quantize_config fake_quantizer linear two_step_quantizer", _QAT),
     ("quantization.quantize_", ".", ""),
-    ("quantization.quantize_.common", ".", f"enums {_TENSORS} algorithms.pre_scaled"),
-    ("quantization.quantize_.common", "protocol", "algorithms.pre_scaled"),
+    ("quantization.quantize_.common", ".", f"enums {_TENSORS} algorithms.quantized_layers"),
+    ("quantization.quantize_.common", "protocol", "algorithms.quantized_layers"),
     ("quantization.quantize_.common", "kernel_preference packing_format quantization_step", "enums"),
     ("quantization.quantize_.common", "quantize_tensor_kwargs", _TENSORS),
     ("quantization.quantize_.workflows", ".", f"{_TENSORS} enums"),

@@ -20,7 +20,7 @@ from ...io.state_dict import describe, identity, pack
 from ...io.strict_json import parse
 from ...planning import granularity
 from . import attributes, block_views, enums, int4_views, int8_float8_views, v0_8_aqt, v0_8_layouts
-from .algorithms.pre_scaled import PreScaledTensor
+from .pre_scaled import PreScaledTensor
 from .safetensors_state import unflatten_tensor_state_dict
 
 # -- names in torch.load files -----------------------------------------------------------------------------------------

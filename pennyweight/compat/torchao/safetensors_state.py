@@ -22,7 +22,7 @@ from ...planning import granularity
 from ...planning.granularity import Granularity, MappingType
 from . import block_views, enums, int8_float8_views
 from .block_views import _ELEMENTS, MXTensor, NVFP4Tensor
-from .class_view import PRE_SCALED, ready
+from .class_view import ready
 from .enums import Float8MMConfig, KernelPreference, ScaleCalculationMode
 from .int4_views import Int4OpaqueTensor, Int4Tensor
 from .int8_float8_views import (
@@ -32,6 +32,7 @@ from .int8_float8_views import (
     IntxUnpackedToInt8TensorActivationQuantization,
     QuantizeTensorKwargs,
 )
+from .pre_scaled import PreScaledTensor
 
 __all__ = [
     "ALLOWED_CLASSES", "ALLOWED_TENSORS_SUBCLASSES", "FILE_VIEWS", "TensorSubclassAttributeJSONEncoder",
@@ -246,7 +247,7 @@ def flatten_tensor_state_dict(tensors_dict: Mapping[str, Tensor]) -> tuple[dict[
     metadata: dict[str, str] = {}
     for name, given in tensors_dict.items():
         tensor, pre = given, None
-        if isinstance(given, tuple(PRE_SCALED)):
+        if isinstance(given, PreScaledTensor):
             tensor, pre = given.original_weight_tensor, given.act_pre_scale
         if isinstance(tensor, AffineQuantizedTensor):
             try:
