@@ -26,6 +26,7 @@ from ...planning import configs, granularity
 from ...planning.configs import AOBaseConfig, FqnToConfig
 from ...planning.name_patterns import check_keys
 from . import enums, v0_8_configs, v0_8_layouts
+from .algorithms import awq, gptq, smoothquant
 
 __all__ = [
     "ALLOWED_AO_MODULES", "AOBaseConfig", "ConfigJSONEncoder", "VersionMismatchError", "config_from_dict",
@@ -33,7 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Later entries win: those with torchao's name that also have the fields of its older releases.
-_HOMES = (configs, granularity, enums, v0_8_layouts, v0_8_configs)
+_HOMES = (configs, granularity, enums, v0_8_layouts, v0_8_configs, awq, smoothquant, gptq)
 _KINDS = (AOBaseConfig, enum.Enum, granularity.Granularity, v0_8_layouts.Layout, enums.Float8MMConfig)
 _OURS = {v for home in _HOMES for v in vars(home).values() if isinstance(v, type) and issubclass(v, _KINDS)}
 _SPECS: dict[str, Any] = {"QuantSpec": QuantSpec, "ActivationSpec": ActivationSpec}
@@ -74,6 +75,10 @@ _MEANINGLESS = {"alg_id": 0}
 # Fields of ours that some torchao release lacks and would reject: not written at this value.
 _UNWRITTEN = {
     ("Float8DynamicActivationInt4WeightConfig", "group_size", 128),
+    ("SmoothQuantConfig", "act_scales", None),
+    ("SmoothQuantConfig", "set_inductor_config", True),
+    ("SmoothQuantConfig", "smoothing_factor", None),
+    ("SmoothQuantConfig", "wei_scales", None),
     ("Int4WeightOnlyConfig", "layout", None),
     ("Int4WeightOnlyConfig", "preserve_zero", None),
     ("Int4WeightOnlyConfig", "use_hqq", False),

@@ -137,7 +137,7 @@ _ROWS = (
         f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights qat_configs algorithms.autoquant",
     ),
     ("quantization", "quant_primitives", _PRIMITIVES),
-    ("quantization", "utils", "groupwise int8_matmul tools qparams"),
+    ("quantization", "utils", "groupwise int8_matmul tools qparams algorithms.gptq_quantizers"),
     ("prototype.tensor_conversion", ".", ""),
     ("prototype.tensor_conversion", "api", "hardware"),
     ("quantization.prototype", ".", ""),
