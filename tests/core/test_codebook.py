@@ -335,3 +335,15 @@ def test_files(spec: QuantSpec) -> None:
     plain, about = flatten({"w": make(QuantSpec(INT8, (-1,)), 5, 37), "w2": w})
     with pytest.raises(CheckpointError, match=r"unexpected part w.table"):
         unflatten({**plain, "w.table": tensors["w.table"]}, about)
+
+
+@pytest.mark.parametrize("dim", [1, 3])
+def test_tables_of_more_than_256_entries(dim: int) -> None:
+    x = torch.randn(2000, dim, generator=torch.Generator().manual_seed(7))
+    table = x[:600].clone()
+    codes = nearest(x[:600], table)
+    assert codes.dtype is torch.int32
+    assert torch.equal(table[codes.long()], x[:600])
+    assert len(fit(x, 600)) == 600
+    close = x - fit(x, 600)[nearest(x, fit(x, 600)).long()]
+    assert close.square().sum() < 0.5 * (x - fit(x, 256)[nearest(x, fit(x, 256)).long()]).square().sum()

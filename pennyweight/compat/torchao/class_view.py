@@ -21,11 +21,10 @@ from ...core.numerics import Parts
 from ...core.spec import DTYPES, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...kernels.repack import prepare
+from .pre_scaled import PreScaledTensor, pre_scaled
 
 # -- torchao's parts and ours ------------------------------------------------------------------------------------------
 
-# Wrappers of weights whose input is scaled: algorithms/pre_scaled.py adds its class, which imports this file.
-PRE_SCALED: list[type] = []
 FLOAT8 = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
 
@@ -156,18 +155,9 @@ def zero_points(w: AffineQuantizedTensor) -> Tensor | None:
     return torch.full_like(scale, w.spec.mid, dtype=torch.int8)
 
 
-def pre_scaled(w: AffineQuantizedTensor, act_pre_scale: Tensor | None) -> Any:
-    """w, with its input multiplied by ``act_pre_scale`` if that is not None."""
-    if act_pre_scale is None:
-        return w
-    from .algorithms.pre_scaled import PreScaledTensor
-
-    return PreScaledTensor(w, act_pre_scale)
-
-
 def ready(w: Any) -> Any:
     """w packed for its kernel, like a weight of a model."""
-    if isinstance(w, tuple(PRE_SCALED)):
+    if isinstance(w, PreScaledTensor):
         return pre_scaled(ready(w.original_weight_tensor), w.act_pre_scale)
     return prepare(w) if w.ndim == 2 and w.axes is None and not w.is_meta else w
 
@@ -212,7 +202,7 @@ class ViewMeta(ShellMeta):
     """isinstance() tests whether the view can represent a tensor."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        if isinstance(instance, tuple(PRE_SCALED)) and "act_pre_scale" in cls.optional_tensor_data_names:
+        if isinstance(instance, PreScaledTensor) and "act_pre_scale" in cls.optional_tensor_data_names:
             instance = instance.original_weight_tensor
         return isinstance(instance, AffineQuantizedTensor) and instance.perm is None and cls.holds(instance)
 

@@ -27,6 +27,7 @@ from ...planning import configs, granularity
 from ...planning.configs import AOBaseConfig, FqnToConfig
 from ...planning.name_patterns import check_keys
 from . import enums, v0_8_configs, v0_8_layouts
+from .algorithms import awq, gptq, smoothquant
 from .configs import float8
 from .mx import inference, training
 from .prototype_quantization import float8_static
@@ -38,7 +39,8 @@ __all__ = [
 
 # Later entries win: those with torchao's name that also have the fields of its older releases.
 _HOMES = (
-    configs, granularity, enums, v0_8_layouts, v0_8_configs, float8, float8_static, inference, training,
+    configs, granularity, enums, v0_8_layouts, v0_8_configs, float8, float8_static, inference, training, awq,
+    smoothquant, gptq,
 )  # fmt: skip
 _KINDS = (AOBaseConfig, enum.Enum, granularity.Granularity, v0_8_layouts.Layout, enums.Float8MMConfig)
 _OURS = {v for home in _HOMES for v in vars(home).values() if isinstance(v, type) and issubclass(v, _KINDS)}
@@ -82,6 +84,10 @@ _MEANINGLESS = {"alg_id": 0}
 # Fields of ours that some torchao release lacks and would reject: not written at this value.
 _UNWRITTEN = {
     ("Float8DynamicActivationInt4WeightConfig", "group_size", 128),
+    ("SmoothQuantConfig", "act_scales", None),
+    ("SmoothQuantConfig", "set_inductor_config", True),
+    ("SmoothQuantConfig", "smoothing_factor", None),
+    ("SmoothQuantConfig", "wei_scales", None),
     ("Int4WeightOnlyConfig", "layout", None),
     ("Int4WeightOnlyConfig", "preserve_zero", None),
     ("Int4WeightOnlyConfig", "use_hqq", False),

@@ -19,8 +19,9 @@ from ...core.numerics import Parts
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
 from ...planning.granularity import Granularity
-from .class_view import View, block_of, block_size, int_codes, part, plain_codes, pre_scaled, ready, whole
+from .class_view import View, block_of, block_size, int_codes, part, plain_codes, ready, whole
 from .int8_float8_views import Float8Tensor, IntxUnpackedToInt8Tensor
+from .pre_scaled import pre_scaled
 
 __all__ = [
     "Float8Sparse2x4_1DData1DMetadataTensor", "Float8Sparse2x4_2DData2DMetadataTensor", "Int4OpaqueTensor",

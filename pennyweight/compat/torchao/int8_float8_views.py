@@ -24,11 +24,11 @@ from .class_view import (
     int_codes,
     part,
     plain_codes,
-    pre_scaled,
     whole,
     zero_points,
 )
 from .enums import Float8MMConfig, IntxChooseQParamsAlgorithm, KernelPreference
+from .pre_scaled import pre_scaled
 from .primitives import choose_qparams_affine, quantize_affine
 from .qparams import get_block_size
 

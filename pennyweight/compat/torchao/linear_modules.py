@@ -15,10 +15,11 @@ from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...planning.configs.integer import INT8_EPS
 from ...planning.granularity import MappingType
-from .class_view import PRE_SCALED, int_codes, ready
+from .class_view import int_codes, ready
 from .exported_ops import define, fake_quantized_tokens, int4_values, is_exported
 from .groupwise import group_quantize_tensor_symmetric, groupwise_affine_quantize_tensor
 from .int4_views import packed_by_aten
+from .pre_scaled import PreScaledTensor
 
 __all__ = [
     "Int4WeightOnlyQuantizer", "Int8DynActInt4WeightLinear", "Int8DynActInt4WeightQuantizer", "Quantizer",
@@ -35,7 +36,7 @@ Filter = Callable[[nn.Module, str], bool]
 def _is_linear(mod: nn.Module, *args: Any) -> bool:
     """The default filter: nn.Linear whose weight is not quantized, without nn.MultiheadAttention's output layer."""
     plain = isinstance(mod, nn.Linear) and not isinstance(mod, nn.modules.linear.NonDynamicallyQuantizableLinear)
-    return plain and hasattr(mod, "weight") and not isinstance(mod.weight, (AffineQuantizedTensor, *PRE_SCALED))
+    return plain and hasattr(mod, "weight") and not isinstance(mod.weight, (AffineQuantizedTensor, PreScaledTensor))
 
 
 def _replace_with_custom_fn_if_matches_filter(

@@ -20,11 +20,11 @@ from ...io.state_dict import describe, identity, pack
 from ...io.strict_json import parse
 from ...planning import granularity
 from . import attributes, enums, int4_views, int8_float8_views, v0_8_aqt, v0_8_layouts
-from .algorithms.pre_scaled import PreScaledTensor
 from .float8_training import products, tensor_0_9, training_tensor
 from .low_bit_optim import state_4bit, state_8bit, state_fp8
 from .mx import mx_tensor, nvfp4_tensor
 from .nf4 import tensor as nf4_tensor
+from .pre_scaled import PreScaledTensor
 from .quantized_training import configs, weights
 from .safetensors_state import unflatten_tensor_state_dict
 

@@ -21,7 +21,7 @@ from ...core.tensor import AffineQuantizedTensor
 from ...planning import granularity
 from ...planning.granularity import Granularity, MappingType
 from . import enums, int8_float8_views
-from .class_view import PRE_SCALED, ready
+from .class_view import ready
 from .enums import Float8MMConfig, KernelPreference, ScaleCalculationMode
 from .int4_views import Int4OpaqueTensor, Int4Tensor
 from .int8_float8_views import (
@@ -34,6 +34,7 @@ from .int8_float8_views import (
 from .mx.constants import SUPPORTED_ELEM_DTYPES
 from .mx.mx_tensor import MXTensor, QuantizeTensorToMXKwargs
 from .mx.nvfp4_tensor import NVFP4Tensor, QuantizeTensorToNVFP4Kwargs
+from .pre_scaled import PreScaledTensor
 
 __all__ = [
     "ALLOWED_CLASSES", "ALLOWED_TENSORS_SUBCLASSES", "FILE_VIEWS", "TensorSubclassAttributeJSONEncoder",
@@ -255,7 +256,7 @@ def flatten_tensor_state_dict(tensors_dict: Mapping[str, Tensor]) -> tuple[dict[
     metadata: dict[str, str] = {}
     for name, given in tensors_dict.items():
         tensor, pre = given, None
-        if isinstance(given, tuple(PRE_SCALED)):
+        if isinstance(given, PreScaledTensor):
             tensor, pre = given.original_weight_tensor, given.act_pre_scale
         if isinstance(tensor, AffineQuantizedTensor):
             try:

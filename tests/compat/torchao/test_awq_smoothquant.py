@@ -21,13 +21,12 @@ from pennyweight.compat.torchao.algorithms.awq import (
     get_act_scale,
     insert_awq_observer_,
 )
-from pennyweight.compat.torchao.algorithms.pre_scaled import PreScaledTensor
-from pennyweight.compat.torchao.algorithms.smoothquant import (
+from pennyweight.compat.torchao.algorithms.smooth_observers import (
     RunningAbsMaxSmoothQuantObserver,
-    SmoothQuantConfig,
     SmoothQuantObservedLinear,
     SmoothQuantObserver,
 )
+from pennyweight.compat.torchao.algorithms.smoothquant import SmoothQuantConfig
 from pennyweight.compat.torchao.algorithms.v0_9_smoothquant import (
     insert_smooth_quant_observer_,
     load_smooth_quant_recipe,
@@ -36,6 +35,7 @@ from pennyweight.compat.torchao.algorithms.v0_9_smoothquant import (
 from pennyweight.compat.torchao.int4_views import Int4Tensor
 from pennyweight.compat.torchao.int8_float8_views import Int8Tensor, QuantizeTensorToInt8Kwargs
 from pennyweight.compat.torchao.legacy_weights import WeightTensorWithLinearActivationScaleMetadata
+from pennyweight.compat.torchao.pre_scaled import PreScaledTensor
 from pennyweight.compat.torchao.protocols import SupportsActivationPreScaling
 from pennyweight.compat.torchao.quant_api import quantize_
 from pennyweight.compat.torchao.safetensors_state import flatten_tensor_state_dict, unflatten_tensor_state_dict

@@ -13,6 +13,7 @@ import torch
 
 import pennyweight as pw
 from pennyweight.compat.torchao import config_json, enums, v0_8_configs, v0_8_layouts
+from pennyweight.compat.torchao.algorithms import awq, gptq, smoothquant
 from pennyweight.compat.torchao.config_json import (
     ConfigJSONEncoder,
     VersionMismatchError,
@@ -35,7 +36,9 @@ CASES = {
     for call, stored in json.loads((GOLDEN / f"torchao_configs_{release}.json").read_text())["cases"].items()
 }
 NAMES = {name: getattr(pw, name) for name in pw.__all__}
-for module in (enums, v0_8_configs, v0_8_layouts, float8, float8_static, inference, training):
+for module in (
+    enums, v0_8_configs, v0_8_layouts, float8, float8_static, inference, training, awq, smoothquant, gptq,
+):  # fmt: skip
     NAMES |= {name: getattr(module, name) for name in module.__all__}
 NAMES["torch"] = torch
 CONFIGS = {
@@ -130,6 +133,10 @@ ROUND_TRIPS = [
     "MXFPInferenceConfig(activation_dtype=torch.float4_e2m1fn_x2, weight_dtype=torch.float4_e2m1fn_x2)",
     'MXInferenceLinearConfig(elem_dtype="fp6_e3m2")',
     'MXLinearConfig.from_recipe_name("mxfp4_cutlass")',
+    'AWQConfig(Int4WeightOnlyConfig(group_size=64), step="prepare_for_loading")',
+    "AWQUIntXConfig(torch.uint4, group_size=32)",
+    'SmoothQuantConfig(Int8DynamicActivationInt8WeightConfig(), "prepare_for_loading", alpha=0.3)',
+    'GPTQConfig("convert", Int8WeightOnlyConfig(), percdamp=0.02)',
 ]
 
 
@@ -142,6 +149,15 @@ def test_ours_come_back(call: str) -> None:
         assert str(again.dtype).removeprefix("torch.") == str(config.dtype).removeprefix("torch.")
         again = dataclasses.replace(again, dtype=config.dtype)
     assert again == config
+
+
+def test_configs_over_a_config_have_torchaos_fields() -> None:
+    """As torchao 0.18 writes them, which is how checkpoints on the hub name them."""
+    data = config_to_dict(ours('AWQConfig(Int8WeightOnlyConfig(), step="prepare_for_loading")'))
+    assert data["_type"] == "AWQConfig"
+    assert list(data["_data"]) == ["base_config", "step", "scale_search_space_size"]
+    data = config_to_dict(ours('SmoothQuantConfig(Int8WeightOnlyConfig(), step="convert")'))
+    assert list(data["_data"]) == ["base_config", "step", "alpha", "use_running_absmax"]
 
 
 def test_every_config_of_ours_is_written_and_read() -> None:

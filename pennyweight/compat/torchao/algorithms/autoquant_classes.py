@@ -21,7 +21,7 @@ from ....planning.layer_timing import least_seconds, wait_for
 from ..base_tensor import TorchAOBaseTensor
 from ..class_view import View
 from ..v0_8_configs import GemliteUIntXWeightOnlyConfig, Int4WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig
-from .pre_scaled import quantized_weight
+from .quantized_layers import quantized_weight
 
 __all__ = [
     "ALL_AUTOQUANT_CLASS_LIST",

@@ -24,9 +24,10 @@ from ..enums import QuantizationStep, ZeroPointDomain
 from ..legacy_weights import WeightTensorWithLinearActivationScaleMetadata
 from ..linear_modules import _replace_with_custom_fn_if_matches_filter
 from ..observers import AffineQuantizedObserverBase
+from ..pre_scaled import PreScaledTensor
 from ..v0_8_aqt import to_affine_quantized_intx
 from ..v0_8_layouts import Layout, TensorCoreTiledLayout, UintxLayout
-from .pre_scaled import PreScaledTensor, quantized_linear, quantized_weight
+from .quantized_layers import quantized_linear, quantized_weight
 
 __all__ = [
     "AWQConfig", "AWQObservedLinear", "AWQObserver", "AWQStep", "AWQUIntXConfig", "awq_uintx", "get_act_scale",

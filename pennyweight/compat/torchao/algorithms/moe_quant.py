@@ -21,7 +21,7 @@ from ....planning.configs import AOBaseConfig
 from ....planning.module_handlers import register_quantize_module_handler
 from ..base_tensor import TorchAOBaseTensor
 from ..tools import DummyModule
-from .pre_scaled import quantized_weight
+from .quantized_layers import quantized_weight
 
 __all__ = [
     "ConditionalFeedForwardAOQuantizable", "DummyModule", "FakeExtraDimTensor", "MOEFeedForwardAOQuantizable",

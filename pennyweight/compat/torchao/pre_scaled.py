@@ -5,29 +5,26 @@ linear(x, w) = linear(x * act_pre_scale, weight),  act_pre_scale [in_features]
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from ....planning.configs import AOBaseConfig
-from ..class_view import PRE_SCALED
-from ..legacy_weights import WeightTensorWithLinearActivationScaleMetadata, _BeforeLinear
-from ..quant_api import _ExtraRepr, quantize_
+from ...core.tensor import AffineQuantizedTensor
+from .base_tensor import TorchAOBaseTensor
 
-__all__ = ["PreScaledTensor"]
+__all__ = ["PreScaledTensor", "pre_scaled"]
 
 aten = torch.ops.aten
 # Attributes of the quantized weight that its pre-scaled form shows too.
 SHOWN = frozenset((
-    "act_quant_kwargs", "act_quant_scale", "act_quant_zero_point", "block_size", "original_weight_tensor", "qdata",
-    "scale", "spec", "tensor_impl", "zero_point",
+    "act_quant_kwargs", "act_quant_scale", "act_quant_zero_point", "block_size", "qdata", "scale", "spec",
+    "tensor_impl", "zero_point",
 ))  # fmt: skip
 
 
-class PreScaledTensor(_BeforeLinear):
+class PreScaledTensor(TorchAOBaseTensor):
     """A quantized weight [N, K] and ``act_pre_scale``, one number per input channel or one for all.
 
     ``dequantize()`` is the weight itself, as in torchao: it does not contain ``act_pre_scale``. ``isinstance`` with
@@ -36,7 +33,15 @@ class PreScaledTensor(_BeforeLinear):
 
     tensor_data_names = ["original_weight_tensor", "act_pre_scale"]  # noqa: RUF012
     tensor_attribute_names: list[str] = []  # noqa: RUF012
+    original_weight_tensor: Tensor
     act_pre_scale: Tensor
+
+    @staticmethod
+    def __new__(cls: Any, original_weight_tensor: Tensor, act_pre_scale: Tensor) -> PreScaledTensor:
+        w = original_weight_tensor
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[return-value]
+            cls, w.shape, strides=w.stride(), dtype=w.dtype, device=w.device
+        )
 
     def __init__(self, original_weight_tensor: Tensor, act_pre_scale: Tensor) -> None:
         k = original_weight_tensor.shape[-1]
@@ -47,11 +52,14 @@ class PreScaledTensor(_BeforeLinear):
             )
         self.original_weight_tensor, self.act_pre_scale = original_weight_tensor, act_pre_scale.reshape(-1)
 
-    def before(self, x: Tensor) -> Tensor:
-        return x * self.act_pre_scale.to(x.dtype)
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """The weight as floats, without the pre-scale."""
+        w: Any = self.original_weight_tensor
+        kept = dtype or self.dtype
+        return w.dequantize(kept) if isinstance(w, AffineQuantizedTensor) else w.to(kept)
 
     def __getattr__(self, name: str) -> Any:
-        if name in SHOWN and name != "original_weight_tensor":
+        if name in SHOWN:
             return getattr(self.original_weight_tensor, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
@@ -59,8 +67,7 @@ class PreScaledTensor(_BeforeLinear):
         return f"PreScaledTensor({self.original_weight_tensor!r}, act_pre_scale=[{self.act_pre_scale.numel()}])"
 
 
-PRE_SCALED.append(PreScaledTensor)
-torch.serialization.add_safe_globals([PreScaledTensor, WeightTensorWithLinearActivationScaleMetadata])
+torch.serialization.add_safe_globals([PreScaledTensor])
 
 
 @PreScaledTensor.implements([aten.slice.Tensor])
@@ -73,9 +80,11 @@ def _slice(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return PreScaledTensor(func(w.original_weight_tensor, dim, *rest, **kwargs), pre)
 
 
-@PreScaledTensor.implements_torch_function([aten.linear.default])
-def _aten_linear(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    return F.linear(*args, **kwargs)
+@PreScaledTensor.implements_torch_function([F.linear, aten.linear.default])
+def _linear(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    x, w = given["input"], given["weight"]
+    return F.linear(x * w.act_pre_scale.to(x.dtype), w.original_weight_tensor, given.get("bias"))
 
 
 @PreScaledTensor.implements([aten.t.default, aten.mm.default, aten.addmm.default])
@@ -86,32 +95,6 @@ def _refused(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def quantized_weight(weight: Tensor, config: AOBaseConfig | Any) -> Tensor:
-    """One weight [N, K] under a config, as quantize_ makes it in a linear layer."""
-    k, n = weight.shape[1], weight.shape[0]
-    layer = nn.Linear(k, n, bias=False, device="meta", dtype=weight.dtype)
-    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    model = nn.Sequential(layer)
-    quantize_(model, config)
-    return model[0].weight.detach()
-
-
-def quantized_linear(observed: nn.Linear, weight: Tensor) -> nn.Linear:
-    """A linear layer with this weight, whose input is scaled, and the bias of ``observed``."""
-    layer = nn.Linear(observed.in_features, observed.out_features, False, device="meta", dtype=observed.weight.dtype)
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    layer.bias = observed.bias
-    layer.extra_repr = _ExtraRepr(layer)  # type: ignore[method-assign]
-    return layer.train(observed.training)
-
-
-def is_static(config: Any) -> bool:
-    """Whether a config wants a static scale of the activation."""
-    return hasattr(config, "act_quant_scale")
-
-
-def with_scale(config: Any, scale: Tensor, zero_point: Tensor | None) -> Any:
-    """A copy of a static config with these activation parameters."""
-    given = {"act_quant_scale": scale, "act_quant_zero_point": zero_point}
-    known = {f.name for f in dataclasses.fields(config)}
-    return dataclasses.replace(config, **{name: value for name, value in given.items() if name in known})
+def pre_scaled(w: Tensor, act_pre_scale: Tensor | None) -> Any:
+    """w, with its input multiplied by ``act_pre_scale`` if that is not None."""
+    return w if act_pre_scale is None else PreScaledTensor(w, act_pre_scale)
