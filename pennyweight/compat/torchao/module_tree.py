@@ -43,7 +43,7 @@ _PRIMITIVES = "primitives format_primitives hqq qparams enums"
 _TENSORS = "int8_float8_views int4_views block_views"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
 _QAT = "qat_configs qat_modules"
-_PARQ_QUANT = "parq.quantizers parq.least_squares parq.affine_quantizers parq.stretched_grid"
+_PARQ_QUANT = "parq.quantizers parq.least_squares parq.affine_quantizers parq.stretched_grid parq.conversion"
 _UINTX = "prototype_quantization.uintx_packed"
 _SPARSE = "sparse.api sparse.wanda sparse.supermask sparse.masks sparse.pruning"
 _PARQ = f"parq.optimizer parq.prox_maps {_PARQ_QUANT}"
@@ -69,6 +69,8 @@ _ROWS = (
         "tensor_core_tiled_layout uintx_layout",
         "v0_8_layouts",
     ),
+    ("experimental", ".", ""),
+    ("experimental", "quant_api", "prototype_quantization.embeddings"),
     ("float8", ". config float8_linear float8_linear_utils fsdp_utils types", "float8_training"),
     ("float8", "float8_utils", "float8_functions float8_training"),
     ("float8", "inference", "enums"),

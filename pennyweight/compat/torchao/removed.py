@@ -171,6 +171,7 @@ BESIDES: dict[str, str] = {
     **dict.fromkeys(
         [f"prototype.quantized_training{end}" for end in ("", ".bitnet", ".int8", ".int8_mixed_precision")], _TRAIN
     ),
+    "experimental.quant_api": "the configs of torchao.quantization, which run everywhere",
     "float8.inference": "F.linear with a Float8Tensor",
     "kernel": _SPARSE,
     "optim.adam": "a rule of pennyweight.optim.update_rules",
