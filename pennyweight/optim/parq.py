@@ -243,6 +243,11 @@ def _floats(todo: Plan) -> list[PlanRow]:
     for row in rows:
         if row.tensor is None or row.scheme is None:
             raise PlanError(f"{row.name} is converted as a module, not as a weight; exclude it with filter_fn")
+        if row.scheme.sparsity:
+            raise PlanError(
+                f"{row.name}: its config prunes the weight ({row.scheme.sparsity}), which the grid does not; use "
+                "PruneOptimizer, or a config that does not prune"
+            )
         if isinstance(row.tensor, AffineQuantizedTensor):
             raise PlanError(f"{row.name} is already quantized ({row.tensor.spec}), so it has no latent weight")
         if is_dtensor(row.tensor):

@@ -279,6 +279,8 @@ def _try(scheme: Scheme, rank: int, dtype: torch.dtype) -> None:
 
 
 def _has_scheme(w: AffineQuantizedTensor, scheme: Scheme) -> bool:
+    if scheme.sparsity:  # whether it was pruned cannot be told from its spec
+        return False
     same = w.spec.with_(layout="plain") == scheme.weight.with_(layout="plain") and w.act == scheme.act
     if not same or scheme.act_scale is None or w.act_scale is None or w.act_scale.is_meta:
         return same

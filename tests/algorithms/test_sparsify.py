@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.algorithms.sparsify import SparsityPattern, prune, sparse_gpt
+from pennyweight.optim import QuantOptimizer
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 
@@ -194,6 +195,14 @@ def test_a_scheme_may_ask_for_sparsity(algorithm: str) -> None:
         error = float((values - w).square().sum() / w.square().sum())
         assert row.sqnr == pytest.approx(-10 * math.log10(error), abs=1e-3)
         assert row.scheme_short == "int8 per row, 2:4 sparse"
+    with pytest.raises(pw.PlanError, match="training does not keep 2:4 sparsity"):
+        pw.quantize_(network(), pw.QATConfig(Sparse()))
+    with pytest.raises(pw.PlanError, match=r"its config prunes the weight \(2:4\)"):
+        QuantOptimizer(torch.optim.SGD(network().parameters(), 0.1), network(), Sparse(), end=2)
+    dense = network()
+    pw.quantize_(dense, pw.Int8WeightOnlyConfig())
+    pw.quantize_(dense, Sparse())
+    assert ((dense[0].weight.dequantize().unflatten(1, (-1, 4)) != 0).sum(-1) <= 2).all()
     assert prune(torch.tensor([[[1.0, -3.0], [2.0, 0.5]]]), 0.5).tolist() == [[[0, -3], [2, 0]]]
     with pytest.raises(pw.PlanError, match="rows of 6 inputs are not divisible by 4"):
         prune(torch.ones(2, 6), "2:4")

@@ -109,6 +109,11 @@ class Prepare(Pipeline):
 
 def _check(row: PlanRow) -> None:
     """Raise PlanError for a row that cannot be prepared."""
+    if row.scheme is not None and row.scheme.sparsity:
+        raise PlanError(
+            f"{row.name}: training does not keep {row.scheme.sparsity} sparsity; train with "
+            "pennyweight.optim.PruneOptimizer first, or prepare with a config that does not prune"
+        )
     if row.call is not None:
         raise PlanError(f"{row.name}: {row.note} transforms modules permanently, so it cannot be prepared for QAT")
     if isinstance(row.tensor, AffineQuantizedTensor) and not row.already:

@@ -193,6 +193,9 @@ def test_latents_can_be_saved_before_the_first_step() -> None:
         model[3].weight.zero_()
     optimizer.restore_latent_params()
     assert torch.equal(model[3].weight, value)
+    optimizer.step()  # without gradients
+    assert len(model[3].weight[0].unique()) <= 16
+    assert torch.equal(optimizer.state[model[3].weight]["latent"], value)
     _train(model, optimizer, 2)  # the base still recognizes its first step
 
 

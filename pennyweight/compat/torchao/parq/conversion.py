@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ....planning.configs import AOBaseConfig
+from ....planning.configs import AOBaseConfig, ModuleFqnToConfig
 from ....planning.granularity import MappingType, PerAxis, PerGroup
 from ..v0_8_configs import Int4WeightOnlyConfig, Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig
 from .affine_quantizers import Int4UnifTorchaoQuantizer, StretchedUnifTorchaoQuantizer, UnifTorchaoQuantizer
 from .stretched_grid import StretchedIntxWeightConfig
+
+__all__ = ["TRANSFORMERS_AVAIL", "_BIT_WIDTH_TO_DTYPE", "_get_config_from_quantizer", "_is_hf_model"]
+
+TRANSFORMERS_AVAIL = importlib.util.find_spec("transformers") is not None
+_BIT_WIDTH_TO_DTYPE = {bits: getattr(torch, f"int{bits}") for bits in range(1, 9)}
+
+
+def _is_hf_model(model: nn.Module) -> bool:
+    """Whether it has a config of transformers, which is not imported for this."""
+    transformers: Any = sys.modules.get("transformers")
+    return transformers is not None and isinstance(getattr(model, "config", None), transformers.PretrainedConfig)
+
+
+def _get_config_from_quantizer(
+    quantizer: UnifTorchaoQuantizer, weight_only: bool, device: Any, b: int, block_size: int | None, version: int = 2
+) -> AOBaseConfig:
+    """:func:`config_of`; device and version have no effect."""
+    return config_of(quantizer, weight_only, b, block_size)
 
 
 def config_of(quantizer: UnifTorchaoQuantizer, weight_only: bool, bits: int, block: int | None) -> AOBaseConfig:
@@ -44,12 +64,8 @@ def attach_config(model: nn.Module, chosen: Sequence[tuple[Callable[..., bool], 
 
     chosen: for each group its filter, its config, and whether it has all linear layers, which makes it the default.
     """
-    from transformers import PretrainedConfig, TorchAoConfig
+    from transformers import TorchAoConfig
 
-    from ....planning.configs import ModuleFqnToConfig
-
-    if not isinstance(getattr(model, "config", None), PretrainedConfig):
-        return
     by_name: dict[str, Any] = {}
     default = [config for _, config, whole in chosen if whole]
     if default:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from ....distributed.dtensor import is_dtensor
 from ..quant_api import _is_linear, quantize_
 from .affine_quantizers import UnifTorchaoQuantizer
-from .conversion import attach_config, config_of
+from .conversion import _is_hf_model, attach_config, config_of
 from .prox_maps import ProxMap
 from .quantizers import Quantizer
 
@@ -156,11 +155,25 @@ class QuantOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self.num_steps >= self.warmup_steps:
             self.restore_latent_params()
+        ours = self._hide_states()
         self.base_optimizer.step()
+        for p, state in ours.items():
+            self.state[p].update(state)
         if self.num_steps >= self.warmup_steps:
             self._map_params()
         self.num_steps += 1
         return loss
+
+    def _hide_states(self) -> dict[Tensor, dict[str, Any]]:
+        """Take out states that have our entries only: optimizers recognize by an empty state that they have not stepped
+        yet, for example because a parameter had no gradient."""
+        taken = {}
+        for p in self._quantized_params():
+            state = self.state.get(p)
+            if state and state.keys() <= {"latent", "quants"}:
+                taken[p] = dict(state)
+                state.clear()
+        return taken
 
     def _map_params(self) -> None:
         update = (self.num_steps - self.warmup_steps) % self.quant_period == 0
@@ -284,7 +297,7 @@ class QuantOptimizer(torch.optim.Optimizer):
             chosen.append((owns, config, params == linear))
         model.eval()
         self.restore_latent_params()
-        if "transformers" in sys.modules:
+        if _is_hf_model(model):
             attach_config(model, chosen)
         for owns, config, _ in chosen:
             quantize_(model, config, owns)

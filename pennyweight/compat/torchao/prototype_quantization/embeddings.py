@@ -15,7 +15,8 @@ from ..v0_8_configs import Int8DynamicActivationIntxWeightConfig, IntxWeightOnly
 
 __all__ = [
     "EmbeddingQuantizer", "QuantizedEmbedding", "QuantizedEmbeddingFallback", "QuantizedLinear",
-    "QuantizedTiedEmbedding", "TiedEmbeddingQuantizer", "get_fqns_with_filter", "get_parent_by_fqn",
+    "QuantizedSharedEmbedding", "QuantizedTiedEmbedding", "SharedEmbeddingQuantizer", "TiedEmbeddingQuantizer",
+    "get_fqns_with_filter", "get_parent_by_fqn",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -212,3 +213,7 @@ def _find_pairs(model: nn.Module, embeddings: list[str], linears: list[str]) -> 
             log.info("embedding %s shares its weight with %s", embedding, found[0])
             pairs[embedding] = found[0]
     return pairs
+
+
+# Names of torchao.experimental.quant_api, 0.11 to 0.13.
+QuantizedSharedEmbedding, SharedEmbeddingQuantizer = QuantizedTiedEmbedding, TiedEmbeddingQuantizer

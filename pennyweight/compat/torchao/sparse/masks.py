@@ -18,9 +18,9 @@ def mask_creator(tensor: Tensor, N: int = 2, M: int = 4) -> Tensor:
     if tensor.numel() % M:
         raise ValueError(f"Tensor of size {tensor.shape} can't be evenly divided into {M} groups")
     if N >= M:
-        return torch.ones(tensor.shape, device=tensor.device)
+        return torch.ones(tensor.shape, device=tensor.device, dtype=torch.float32)
     if N <= 0:
-        return torch.zeros(tensor.shape, device=tensor.device)
+        return torch.zeros(tensor.shape, device=tensor.device, dtype=torch.float32)
     keep = SparsityPattern(f"{N}:{M}", N, M).keep(tensor.detach().abs().reshape(-1, M))
     return keep.to(torch.float32).reshape(tensor.shape)
 

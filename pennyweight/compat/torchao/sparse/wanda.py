@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.ao.pruning import BaseSparsifier, get_arg_info_from_tensor_fqn
 
 from ....algorithms.sparsify import SparsityPattern
-from .pruning import BaseSparsifier, get_arg_info_from_tensor_fqn
 
 __all__ = ["PerChannelNormObserver", "WandaSparsifier"]
 
@@ -57,6 +57,7 @@ class WandaSparsifier(BaseSparsifier):
     sparsity_level              fraction of zeros of each layer
     semi_structured_block_size  4: 2 zeros of each 4 inputs instead, and so on
 
+    Like torchao's it is one of torch.ao.pruning's sparsifiers: masks are not in the model's state dict.
     ``pennyweight.sparsify_(model, "wanda", calibration=batches)`` prunes each row by itself, as the paper does.
     """
 
