@@ -158,7 +158,7 @@ def is_prepared(module: nn.Module) -> bool:
 def _convert(module: Any, config: Any) -> nn.Module:
     if not is_prepared(module):
         return module
-    base, quantizer = config.base_config, module.weight_fake_quantizer
+    base, quantizer = config.base_config, getattr(module, "weight_fake_quantizer", None)
     new = module.to_embedding() if isinstance(module, nn.Embedding) else module.to_linear()
     if base is None:
         return new
