@@ -27,10 +27,11 @@ from ....planning.report import Report
 from ....planning.run_batch import user_level
 from ....quantize.pipeline import Pipeline, quantize_
 from ....training import QATConfig as Ours
+from ....training.qat.module_patches import leave_fused_paths_, take_fused_paths_
 from ....training.qat.modules import FakeQuantized
 from ....training.qat.prepare import Convert, Prepare, TargetError, _same_target, remove_fake_quant
 from ..class_view import int_codes, ready
-from ..primitives import quantize_affine
+from ..primitives import VALUE_DTYPES, quantize_affine
 from ..qparams import _DTYPE_TO_QVALUE_BOUNDS
 from .embedding import FakeQuantizedEmbedding
 from .fake_quantize_configs import (
@@ -221,7 +222,10 @@ class QATPipeline(Pipeline):
         elif base is not None and (options.has_recipe or not self._has_layers(base)):
             ours = Ours(base)
         else:
-            return super().run()
+            report = super().run()
+            if not options.dry_run:
+                leave_fused_paths_(self.model)
+            return report
         return Prepare(self.model, ours, options).run()
 
     def _has_layers(self, base: AOBaseConfig) -> bool:
@@ -231,9 +235,11 @@ class QATPipeline(Pipeline):
             return False
         group = getattr(found[1], "granularity", found[1])
         size = getattr(group, "group_size", 1)
-        chosen = [m for name, m in self.model.named_modules() if (pick or is_linear)(m, name)]
+        chosen: list[Any] = [m for name, m in self.model.named_modules() if (pick or is_linear)(m, name)]
         return all(
-            isinstance(m, (nn.Linear, nn.Embedding)) and m.weight is not None and m.weight.shape[-1] % size == 0
+            isinstance(m, (nn.Linear, nn.Embedding))
+            and m.weight.shape[-1] % size == 0
+            and m.weight.dtype in VALUE_DTYPES
             for m in chosen
         )
 
@@ -243,6 +249,8 @@ class QATPipeline(Pipeline):
         report = None
         if any(is_prepared(m) for m in chosen):
             report = super().run()
+            if not self.options.dry_run:
+                take_fused_paths_(self.model)
         if report is not None and not any(isinstance(m, FakeQuantized) for m in chosen):
             return report
         return _ConvertOurs(self.model, Ours(config.base_config, step="convert"), self.options).run()
