@@ -292,6 +292,8 @@ def test_range_learning(symmetric: bool) -> None:
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(fresh(X), y)
     learned = quantizer.scale.detach().clone()
+    with pytest.raises(ValueError, match="convert with the config that they were trained for"):
+        quantize_(copy.deepcopy(model), QATConfig(IntxWeightOnlyConfig(torch.int4, PerGroup(16)), step="convert"))
     quantize_(model, QATConfig(IntxWeightOnlyConfig(torch.int4, PerGroup(32)), step="convert"))
     assert torch.equal(model.first.weight.scale, learned)
     torch.testing.assert_close(model(X), y, rtol=1e-4, atol=1e-4)
@@ -455,3 +457,16 @@ def test_other_settings() -> None:
     assert torch.equal(tied(ids), y)
     with pytest.raises(ValueError, match=r"wrap the model in nn\.Sequential"):
         quantize_(nn.Linear(64, 8), QATConfig(base))
+
+
+def test_starting_from_a_solver() -> None:
+    """pennyweight's own preparation holds the codes that a solver chose."""
+    for config in (QATConfig(PAIRS["intx"][0]), QATConfig(weight_config=PAIRS["intx"][2])):
+        model = nn.Sequential(nn.Linear(64, 8))
+        solved = copy.deepcopy(model)
+        x = torch.randn(32, 64)
+        quantize_(solved, PAIRS["intx"][0], calibration=[x], algorithm="gptq")
+        quantize_(model, config, calibration=[x], algorithm="gptq")
+        torch.testing.assert_close(model(x), solved(x), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="need a base_config"):
+        quantize_(model, QATConfig(activation_config=ACT), calibration=[x], algorithm="gptq")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ....core.spec import QuantSpec
 from ....core.tensor import AffineQuantizedTensor
+from ....planning.config_resolution import PlanError
 from ....planning.configs import (
     AOBaseConfig,
     Float8DynamicActivationFloat8WeightConfig,
@@ -33,6 +34,7 @@ from ....training.qat.prepare import Convert, Prepare, TargetError, _same_target
 from ..class_view import int_codes, ready
 from ..primitives import VALUE_DTYPES, quantize_affine
 from ..qparams import _DTYPE_TO_QVALUE_BOUNDS
+from .deployment import spec_config
 from .embedding import FakeQuantizedEmbedding
 from .fake_quantize_configs import (
     FakeQuantizeConfigBase,
@@ -178,18 +180,27 @@ def _convert(module: Any, config: Any) -> nn.Module:
 
 
 def _with_learned_range(module: Any, w: AffineQuantizedTensor) -> Tensor:
-    """The weight of a trained layer under its learned scale and zero point, with the inputs of the quantized ``w``."""
+    """The weight of a trained layer under its learned scale and zero point, with the inputs of the quantized ``w``.
+
+    Raises ValueError if ``w`` has other codes or other groups than were trained.
+    """
     quantizer, latent = module.weight_fake_quantizer, module.weight.detach()
     config = quantizer.config
     block = (1, config.group_size if hasattr(config.granularity, "group_size") else latent.shape[-1])
     low, high = _DTYPE_TO_QVALUE_BOUNDS[config.dtype]
+    found = (w.spec.format.lo, w.spec.format.hi, 0 if w.scale is None else w.scale.numel())
+    if w.spec.format.kind != "int" or found != (low, high, quantizer.scale.numel()):
+        raise ValueError(
+            f"the learned scales are of codes {low} to {high} in blocks of {block}, and base_config gives {w.spec}; "
+            "convert with the config that they were trained for, or without base_config"
+        )
     scale = quantizer.scale.detach().to(w.scale.dtype)
     zero = quantizer.zero_point.detach().round().clamp(low, high).to(torch.int32)
     codes = quantize_affine(latent, block, scale, zero, config.dtype, low, high)
     return ready(int_codes(codes, scale, zero, block, latent.dtype, low, high, act=w.act))
 
 
-def _transform(module: nn.Module, config: Any) -> nn.Module:
+def qat_step(module: nn.Module, config: Any) -> nn.Module:
     return _prepare(module, config) if config.settled_step == "prepare" else _convert(module, config)
 
 
@@ -201,7 +212,7 @@ def _tells(module: nn.Module, config: Any) -> tuple[bool, str]:
 
 def register(kind: type) -> None:
     """Make ``quantize_``, and FqnToConfig within, prepare and convert layers under configs of a class."""
-    register_quantize_module_handler(kind, _tells)(_transform)
+    register_quantize_module_handler(kind, _tells)(qat_step)
 
 
 # -- quantize_ ---------------------------------------------------------------------------------------------------------
@@ -219,7 +230,12 @@ class QATPipeline(Pipeline):
         specs = [isinstance(c, QuantSpec) for c in (config.activation_config, config.weight_config)]
         if any(specs):
             ours: Any = Ours(None, config.activation_config, config.weight_config)
-        elif base is not None and (options.has_recipe or not self._has_layers(base)):
+        elif options.has_recipe:  # a solver chooses codes to start from, which torchao's layers do not hold
+            target = spec_config(config.activation_config, config.weight_config) if base is None else base
+            if target is None:
+                raise PlanError("calibration and algorithm need a base_config, such as Int4WeightOnlyConfig()")
+            ours = Ours(target)
+        elif base is not None and not self._has_layers(base):
             ours = Ours(base)
         else:
             report = super().run()
