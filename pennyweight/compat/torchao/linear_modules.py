@@ -289,12 +289,14 @@ def _replace_linear_8da4w(
 ) -> None:  # fmt: skip
     """Replace the linear layers in ``module`` by layers of ``linear_class``, those whose inputs are whole groups.
 
+    nn.MultiheadAttention's output layer is left alone: attention reads its weight and does not call it.
+
     padding_allowed  replace the others too; a class that does not pad raises for them
     copy_weights     whether the new layers take the parameters of the old ones; never on the meta device
     """
 
     def fits(child: Any, fqn: str) -> bool:
-        return isinstance(child, nn.Linear) and (
+        return _is_linear(child) and (
             padding_allowed or _check_linear_int4_k(child.in_features, groupsize)
         )  # fmt: skip
 
@@ -332,7 +334,7 @@ def _replace_linear_int4(
 
     def fits(child: Any, fqn: str) -> bool:
         return (
-            isinstance(child, nn.Linear)
+            _is_linear(child)
             and child.bias is None
             and not (skip_layer_func is not None and skip_layer_func(child.weight))
             and (padding_allowed or _check_linear_int4_k(child.in_features, groupsize, inner_k_tiles))

@@ -24,11 +24,7 @@ def begin_(model: nn.Module, start: int) -> None:
         attends = isinstance(module, nn.MultiheadAttention) and not isinstance(module, FakeQuantized)
         if attends and isinstance(module.out_proj, FakeQuantized):  # attention reads its weight directly
             fake_(module)
-        for kind, (name, no) in FUSED.items():
-            holds = isinstance(module, kind) and any(isinstance(m, FakeQuantized) for m in module.modules())
-            if holds and _KEPT not in module.__dict__:
-                module.__dict__[_KEPT] = getattr(module, name)
-                setattr(module, name, no)
+    leave_fused_paths_(model)
     if start:
         _end_delay(model)
         model.register_buffer(STEP, torch.zeros((), dtype=torch.int64, device="cpu"))
@@ -43,13 +39,33 @@ def end_(model: nn.Module) -> None:
         attends = isinstance(module, nn.MultiheadAttention) and isinstance(module, FakeQuantized)
         if attends and not module.fake_quantized and not isinstance(module.out_proj, FakeQuantized):
             restore_(module)
-    for module in model.modules():
-        for kind, (name, _) in FUSED.items():
-            told = isinstance(module, kind) and _KEPT in module.__dict__
-            if told and not any(isinstance(m, FakeQuantized) for m in module.modules()):
-                setattr(module, name, module.__dict__.pop(_KEPT))
+    take_fused_paths_(model)
     if not fake_modules(model):
         _end_delay(model)
+
+
+def leave_fused_paths_(model: nn.Module) -> None:
+    """Make modules that hold a prepared one call it: torch's fused path would read its float weight.
+
+    A prepared module names its prepared parameters in ``fake_quantized``.
+    """
+    for module in model.modules():
+        for kind, (name, no) in FUSED.items():
+            if isinstance(module, kind) and _holds_prepared(module) and _KEPT not in module.__dict__:
+                module.__dict__[_KEPT] = getattr(module, name)
+                setattr(module, name, no)
+
+
+def take_fused_paths_(model: nn.Module) -> None:
+    """Undo :func:`leave_fused_paths_` where no prepared module remains."""
+    for module in model.modules():
+        for kind, (name, _) in FUSED.items():
+            if isinstance(module, kind) and _KEPT in module.__dict__ and not _holds_prepared(module):
+                setattr(module, name, module.__dict__.pop(_KEPT))
+
+
+def _holds_prepared(module: nn.Module) -> bool:
+    return any(getattr(m, "fake_quantized", ()) for m in module.modules())
 
 
 def _end_delay(model: nn.Module) -> None:

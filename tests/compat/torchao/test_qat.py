@@ -30,6 +30,7 @@ from pennyweight.compat.torchao.quantization.qat import (
     FakeQuantizedLinear,
     Float8FakeQuantizeConfig,
     FromIntXQuantizationAwareTrainingConfig,
+    Int8DynActInt4WeightQATQuantizer,
     IntxFakeQuantizeConfig,
     IntXQuantizationAwareTrainingConfig,
     QATConfig,
@@ -291,6 +292,8 @@ def test_range_learning(symmetric: bool) -> None:
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(fresh(X), y)
     learned = quantizer.scale.detach().clone()
+    with pytest.raises(ValueError, match="convert with the config that they were trained for"):
+        quantize_(copy.deepcopy(model), QATConfig(IntxWeightOnlyConfig(torch.int4, PerGroup(16)), step="convert"))
     quantize_(model, QATConfig(IntxWeightOnlyConfig(torch.int4, PerGroup(32)), step="convert"))
     assert torch.equal(model.first.weight.scale, learned)
     torch.testing.assert_close(model(X), y, rtol=1e-4, atol=1e-4)
@@ -393,3 +396,77 @@ def test_fake_quantizers_of_base_configs() -> None:
 def test_what_is_refused(make: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         make()
+
+
+# -- around it ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["config", "quantizer"])
+def test_fused_transformer_layers_call_their_prepared_ones(how: str) -> None:
+    """torch's fast path for inference reads float weights, past the fake quantizers; torchao lets it."""
+    base = IntxWeightOnlyConfig(torch.int4, PerGroup(32))
+    model = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    x = torch.randn(2, 5, 32)
+    quantizer = Int8DynActInt4WeightQATQuantizer(32)
+    quantize_(model, QATConfig(base)) if how == "config" else quantizer.prepare(model)
+    y = model(x)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), y, rtol=1e-5, atol=1e-5)
+        if how == "config":
+            quantize_(model, QATConfig(base, step="convert"))
+        else:
+            quantizer.convert(model)
+        torch.testing.assert_close(model(x), y, rtol=1e-5, atol=1e-5)
+
+
+def test_transforms_of_torch_func() -> None:
+    model = nn.Sequential(nn.Linear(64, 8))
+    quantize_(model, QATConfig(PAIRS["8da4w"][0]))
+    x = torch.randn(3, 64)
+    told = model(x)
+    told.sin().sum().backward()
+    state = {n: p.detach() for n, p in model.named_parameters()}
+    found = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sin().sum())(state)
+    torch.testing.assert_close(found["0.weight"], model[0].weight.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.func.vmap(model)(x), told, rtol=1e-5, atol=1e-5)
+
+
+def test_other_settings() -> None:
+    """Inference mode before training, double weights, tied weights, a dry run."""
+    base = PAIRS["intx"][0]
+    model = nn.Sequential(nn.Linear(64, 8))
+    assert "QATConfig" in str(quantize_(model, QATConfig(base), dry_run=True))
+    assert type(model[0]) is nn.Linear
+    quantize_(model, QATConfig(base))
+    x = torch.randn(3, 64)
+    with torch.inference_mode():
+        y = model(x)
+    assert torch.equal(model(x), y)
+    model(x).sum().backward()
+    double = nn.Sequential(nn.Linear(64, 8).double())
+    quantize_(double, QATConfig(base))
+    assert double(x.double()).dtype is torch.float64
+    tied = nn.Sequential(nn.Embedding(16, 64), nn.Linear(64, 16, bias=False))
+    tied[1].weight = tied[0].weight
+    both = lambda m, fqn: isinstance(m, (nn.Linear, nn.Embedding))  # noqa: E731
+    quantize_(tied, QATConfig(base), both)
+    assert tied[0].weight is tied[1].weight
+    ids = torch.arange(5)
+    y = tied(ids)
+    quantize_(tied, QATConfig(base, step="convert"), both)
+    assert torch.equal(tied(ids), y)
+    with pytest.raises(ValueError, match=r"wrap the model in nn\.Sequential"):
+        quantize_(nn.Linear(64, 8), QATConfig(base))
+
+
+def test_starting_from_a_solver() -> None:
+    """pennyweight's own preparation holds the codes that a solver chose."""
+    for config in (QATConfig(PAIRS["intx"][0]), QATConfig(weight_config=PAIRS["intx"][2])):
+        model = nn.Sequential(nn.Linear(64, 8))
+        solved = copy.deepcopy(model)
+        x = torch.randn(32, 64)
+        quantize_(solved, PAIRS["intx"][0], calibration=[x], algorithm="gptq")
+        quantize_(model, config, calibration=[x], algorithm="gptq")
+        torch.testing.assert_close(model(x), solved(x), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="need a base_config"):
+        quantize_(model, QATConfig(activation_config=ACT), calibration=[x], algorithm="gptq")

@@ -59,7 +59,7 @@ def spec_config(activation: FakeQuantizeConfigBase | None, weight: FakeQuantizeC
     act = None if activation is None else activation.activation_spec
     if activation is not None and act is None:
         return None
-    return SpecConfig(weight.weight_spec, act, *weight.scheme_options)
+    return SpecConfig(weight.weight_spec, act, weight.rule, weight.eps)
 
 
 def applies(found: Deployment | None, activation: Any, weight: Any, latent: Tensor) -> bool:

@@ -7,7 +7,7 @@ Fields may be assigned, as in torchao. A config also tells which scheme it train
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,7 +28,13 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.
 
 
 class FakeQuantizeConfigBase:
-    """How a weight or an input is fake-quantized."""
+    """How a weight or an input is fake-quantized.
+
+    rule, eps  those of the scheme of a weight that is trained with this config
+    """
+
+    rule: ClassVar[Any] = None
+    eps: Any = None
 
     @property
     def weight_spec(self) -> QuantSpec | None:
@@ -39,11 +45,6 @@ class FakeQuantizeConfigBase:
     def activation_spec(self) -> ActivationSpec | None:
         """The spec of an input, likewise."""
         return None
-
-    @property
-    def scheme_options(self) -> tuple[str | None, float | None]:
-        """(rule, eps) of a weight's scheme."""
-        return None, None
 
 
 @dataclass(init=False)
@@ -141,8 +142,8 @@ class IntxFakeQuantizeConfig(FakeQuantizeConfigBase):
         return None  # torchao takes an offset of values for an integer zero point; no deployed weight does
 
     @property
-    def scheme_options(self) -> tuple[str | None, float | None]:
-        return ("symmetric" if self.is_symmetric else "minmax"), self.eps
+    def rule(self) -> str:  # type: ignore[override]
+        return "symmetric" if self.is_symmetric else "minmax"
 
     @property
     def activation_spec(self) -> ActivationSpec | None:

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from ....planning.granularity import PerRow
 from ....quantize.pipeline import quantize_
+from ....training.qat.module_patches import leave_fused_paths_, take_fused_paths_
 from ..groupwise import get_group_qparams_symmetric, groupwise_affine_quantize_tensor
 from ..linear_modules import (
     Int8DynActInt4WeightLinear,
     TwoStepQuantizer,
     WeightOnlyInt4Linear,
+    _is_linear,
     _replace_linear_8da4w,
     _replace_linear_int4,
     _replace_with_custom_fn_if_matches_filter,
@@ -51,7 +53,10 @@ class _LegacyQATQuantizer(TwoStepQuantizer):
 
 
 def _convert(model: nn.Module, kind: type[nn.Module], new: Callable[[Any], nn.Module]) -> nn.Module:
-    """Replace each module of a class; the new ones keep the mode of the old."""
+    """Replace each module of a class; the new ones keep the mode of the old.
+
+    torch's fused paths stay off: they would read the codes as a float weight.
+    """
     with torch.no_grad():
         return _replace_with_custom_fn_if_matches_filter(
             model, lambda old: new(old).train(old.training), lambda m, fqn: isinstance(m, kind)
@@ -90,6 +95,7 @@ class Int8DynActInt4WeightQATQuantizer(_LegacyQATQuantizer):
             model, self.groupsize, self.padding_allowed, self.precision, self.scales_precision,
             Int8DynActInt4WeightQATLinear, copy_weights=True,
         )  # fmt: skip
+        leave_fused_paths_(model)
         return model
 
     def convert(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -137,6 +143,7 @@ class Int4WeightOnlyQATQuantizer(_LegacyQATQuantizer):
             model, self.groupsize, self.inner_k_tiles, padding_allowed=True, precision=self.precision,
             scales_precision=self.scales_precision, linear_class=Int4WeightOnlyQATLinear, copy_weights=True,
         )  # fmt: skip
+        leave_fused_paths_(model)
         return model
 
     def convert(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -178,7 +185,9 @@ class Float8ActInt4WeightQATQuantizer(_LegacyQATQuantizer):
             new.deploy()
             return new
 
-        return _replace_with_custom_fn_if_matches_filter(model, swap, lambda m, fqn: isinstance(m, nn.Linear))
+        model = _replace_with_custom_fn_if_matches_filter(model, swap, _is_linear)
+        leave_fused_paths_(model)
+        return model
 
     def convert(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         config = spec_config(self._activation_config, self._weight_config)
@@ -192,6 +201,7 @@ class Float8ActInt4WeightQATQuantizer(_LegacyQATQuantizer):
         model = _replace_with_custom_fn_if_matches_filter(model, swap, self._is_mine)
         if made:
             quantize_(model, config, lambda m, fqn: any(m is other for other in made))
+        take_fused_paths_(model)
         return model
 
     def _is_mine(self, module: nn.Module, fqn: str) -> bool:

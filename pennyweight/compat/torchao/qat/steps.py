@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ....core.spec import QuantSpec
 from ....core.tensor import AffineQuantizedTensor
+from ....planning.config_resolution import PlanError
 from ....planning.configs import (
     AOBaseConfig,
     Float8DynamicActivationFloat8WeightConfig,
@@ -27,11 +28,13 @@ from ....planning.report import Report
 from ....planning.run_batch import user_level
 from ....quantize.pipeline import Pipeline, quantize_
 from ....training import QATConfig as Ours
+from ....training.qat.module_patches import leave_fused_paths_, take_fused_paths_
 from ....training.qat.modules import FakeQuantized
 from ....training.qat.prepare import Convert, Prepare, TargetError, _same_target, remove_fake_quant
 from ..class_view import int_codes, ready
-from ..primitives import quantize_affine
+from ..primitives import VALUE_DTYPES, quantize_affine
 from ..qparams import _DTYPE_TO_QVALUE_BOUNDS
+from .deployment import spec_config
 from .embedding import FakeQuantizedEmbedding
 from .fake_quantize_configs import (
     FakeQuantizeConfigBase,
@@ -158,7 +161,7 @@ def is_prepared(module: nn.Module) -> bool:
 def _convert(module: Any, config: Any) -> nn.Module:
     if not is_prepared(module):
         return module
-    base, quantizer = config.base_config, module.weight_fake_quantizer
+    base, quantizer = config.base_config, getattr(module, "weight_fake_quantizer", None)
     new = module.to_embedding() if isinstance(module, nn.Embedding) else module.to_linear()
     if base is None:
         return new
@@ -177,18 +180,27 @@ def _convert(module: Any, config: Any) -> nn.Module:
 
 
 def _with_learned_range(module: Any, w: AffineQuantizedTensor) -> Tensor:
-    """The weight of a trained layer under its learned scale and zero point, with the inputs of the quantized ``w``."""
+    """The weight of a trained layer under its learned scale and zero point, with the inputs of the quantized ``w``.
+
+    Raises ValueError if ``w`` has other codes or other groups than were trained.
+    """
     quantizer, latent = module.weight_fake_quantizer, module.weight.detach()
     config = quantizer.config
     block = (1, config.group_size if hasattr(config.granularity, "group_size") else latent.shape[-1])
     low, high = _DTYPE_TO_QVALUE_BOUNDS[config.dtype]
+    found = (w.spec.format.lo, w.spec.format.hi, 0 if w.scale is None else w.scale.numel())
+    if w.spec.format.kind != "int" or found != (low, high, quantizer.scale.numel()):
+        raise ValueError(
+            f"the learned scales are of codes {low} to {high} in blocks of {block}, and base_config gives {w.spec}; "
+            "convert with the config that they were trained for, or without base_config"
+        )
     scale = quantizer.scale.detach().to(w.scale.dtype)
     zero = quantizer.zero_point.detach().round().clamp(low, high).to(torch.int32)
     codes = quantize_affine(latent, block, scale, zero, config.dtype, low, high)
     return ready(int_codes(codes, scale, zero, block, latent.dtype, low, high, act=w.act))
 
 
-def _transform(module: nn.Module, config: Any) -> nn.Module:
+def qat_step(module: nn.Module, config: Any) -> nn.Module:
     return _prepare(module, config) if config.settled_step == "prepare" else _convert(module, config)
 
 
@@ -200,7 +212,7 @@ def _tells(module: nn.Module, config: Any) -> tuple[bool, str]:
 
 def register(kind: type) -> None:
     """Make ``quantize_``, and FqnToConfig within, prepare and convert layers under configs of a class."""
-    register_quantize_module_handler(kind, _tells)(_transform)
+    register_quantize_module_handler(kind, _tells)(qat_step)
 
 
 # -- quantize_ ---------------------------------------------------------------------------------------------------------
@@ -218,10 +230,18 @@ class QATPipeline(Pipeline):
         specs = [isinstance(c, QuantSpec) for c in (config.activation_config, config.weight_config)]
         if any(specs):
             ours: Any = Ours(None, config.activation_config, config.weight_config)
-        elif base is not None and (options.has_recipe or not self._has_layers(base)):
+        elif options.has_recipe:  # a solver chooses codes to start from, which torchao's layers do not hold
+            target = spec_config(config.activation_config, config.weight_config) if base is None else base
+            if target is None:
+                raise PlanError("calibration and algorithm need a base_config, such as Int4WeightOnlyConfig()")
+            ours = Ours(target)
+        elif base is not None and not self._has_layers(base):
             ours = Ours(base)
         else:
-            return super().run()
+            report = super().run()
+            if not options.dry_run:
+                leave_fused_paths_(self.model)
+            return report
         return Prepare(self.model, ours, options).run()
 
     def _has_layers(self, base: AOBaseConfig) -> bool:
@@ -231,9 +251,11 @@ class QATPipeline(Pipeline):
             return False
         group = getattr(found[1], "granularity", found[1])
         size = getattr(group, "group_size", 1)
-        chosen = [m for name, m in self.model.named_modules() if (pick or is_linear)(m, name)]
+        chosen: list[Any] = [m for name, m in self.model.named_modules() if (pick or is_linear)(m, name)]
         return all(
-            isinstance(m, (nn.Linear, nn.Embedding)) and m.weight is not None and m.weight.shape[-1] % size == 0
+            isinstance(m, (nn.Linear, nn.Embedding))
+            and m.weight.shape[-1] % size == 0
+            and m.weight.dtype in VALUE_DTYPES
             for m in chosen
         )
 
@@ -243,6 +265,8 @@ class QATPipeline(Pipeline):
         report = None
         if any(is_prepared(m) for m in chosen):
             report = super().run()
+            if not self.options.dry_run:
+                take_fused_paths_(self.model)
         if report is not None and not any(isinstance(m, FakeQuantized) for m in chosen):
             return report
         return _ConvertOurs(self.model, Ours(config.base_config, step="convert"), self.options).run()
