@@ -3,14 +3,13 @@
     python -m benchmarks.graph_mode             # with torch.compile, which needs a C++ compiler
     python -m benchmarks.graph_mode --eager     # without it
 
-Milliseconds per call and the ratio to float, the median of rounds in which the variants take turns.
+Milliseconds per call and the ratio to float: the fastest of rounds in which the variants take turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -70,7 +69,7 @@ def variants(model: nn.Module, x: Tensor, compiled: bool) -> dict[str, Callable[
 
 
 def times(forms: dict[str, Callable[[Tensor], Any]], x: Tensor) -> dict[str, float]:
-    """Median milliseconds; the forms take turns."""
+    """Milliseconds of the fastest round; the forms take turns."""
     taken: dict[str, list[float]] = {name: [] for name in forms}
     for _ in range(2):
         for form in forms.values():
@@ -80,7 +79,7 @@ def times(forms: dict[str, Callable[[Tensor], Any]], x: Tensor) -> dict[str, flo
             start = time.perf_counter()
             form(x)
             taken[name].append(1e3 * (time.perf_counter() - start))
-    return {name: statistics.median(values) for name, values in taken.items()}
+    return {name: min(values) for name, values in taken.items()}
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ def _run_weight_observers(model: GraphModule) -> None:
             observer = model.get_submodule(str(node.target))
             if isinstance(observer, _RangeObserver) and _empty(observer) and producers(node) is not None:
                 with torch.no_grad():
-                    observer(evaluate(model, node.args[0], known))  # type: ignore[arg-type]
+                    observer(evaluate(model, node.args[0], known))
 
 
 def _empty(observer: _RangeObserver) -> bool:
@@ -124,8 +124,7 @@ def _static(model: GraphModule, node: Node, source: Node, observer: Any, device:
         z = add_constant(model, model.graph, f"{scope}_zero_point_", zero_point, device)
         parameters = (s, z, int(observer.ch_axis), *codes)
         return _pair(model, node, source, QUANTIZE_CHANNEL, DEQUANTIZE_CHANNEL, parameters)
-    parameters = (float(scale), int(zero_point), *codes)
-    return _pair(model, node, source, QUANTIZE_TENSOR, DEQUANTIZE_TENSOR, parameters)
+    return _pair(model, node, source, QUANTIZE_TENSOR, DEQUANTIZE_TENSOR, (float(scale), int(zero_point), *codes))
 
 
 def _dynamic(model: GraphModule, node: Node, source: Node, observer: Any) -> Node:

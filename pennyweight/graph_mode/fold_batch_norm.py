@@ -105,7 +105,7 @@ def fold_batch_norm(
     path, path_b = folded[key]
     with model.graph.inserting_before(layer):
         readers = [_reader(model, weight, path), _reader(model, bias, path_b)]
-    fake = layer.meta.get("val")
+    fake: Any = layer.meta.get("val")
     if readers[1] is not bias and hasattr(fake, "fake_mode"):
         readers[1].meta["val"] = fake.fake_mode.from_tensor(constant_of(model, readers[1]), static_shapes=True)
     # the layer may read its weight through quantize and dequantize

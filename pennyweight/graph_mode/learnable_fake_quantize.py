@@ -22,6 +22,8 @@ class LearnableFakeQuantize(FakeQuantizeBase):
 
     scale: Any
     zero_point: Any
+    eps: Tensor
+    learning_enabled: Tensor
 
     def __init__(
         self, observer: Any, quant_min: int = 0, quant_max: int = 255, use_grad_scaling: bool = False,
@@ -40,7 +42,7 @@ class LearnableFakeQuantize(FakeQuantizeBase):
         assert quant_max <= info.max, f"quant_max out of bound: {quant_max} is not a code of {seen.dtype}"
         self.dtype, self.qscheme, self.ch_axis = seen.dtype, seen.qscheme, getattr(seen, "ch_axis", -1)
         self.register_buffer("learning_enabled", torch.tensor([0], dtype=torch.uint8))
-        self.register_buffer("eps", torch.tensor([EPS]))
+        self.register_buffer("eps", torch.tensor([EPS], dtype=torch.float32))
         self._initialized = False
 
     def enable_range_learning(self) -> None:

@@ -170,7 +170,7 @@ def _module(model: GraphModule, node: Node, known: dict[Any, Any]) -> nn.Module:
     bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
     key = (node.target, node.args[1:], tuple(node.kwargs.items()), given)
     if repr(key) in known:
-        return known[repr(key)]  # type: ignore[no-any-return]
+        return known[repr(key)]
     b = None
     if isinstance(bias, Node):
         if producers(bias) is None:
@@ -254,7 +254,7 @@ def _conv(node: Node, w: AffineQuantizedTensor, bias: Tensor | None, given: Inpu
     if any(isinstance(value, Node) for value in (stride, padding, dilation)):
         raise Stays("its stride, padding or dilation is computed in the graph")
     o, c, *kernel = w.shape
-    base = (nn.Conv1d, nn.Conv2d)[rank - 1] if given.dynamic is None else DynamicConv[rank]
+    base: Any = (nn.Conv1d, nn.Conv2d)[rank - 1] if given.dynamic is None else DynamicConv[rank]
     made = base(c * groups, o, tuple(kernel), stride, padding, dilation, groups, bias is not None, device="meta")
     return _filled(made, w, bias, given)
 
@@ -272,4 +272,4 @@ def _filled(module: Any, w: AffineQuantizedTensor, bias: Tensor | None, given: I
         module.bias = nn.Parameter(bias, requires_grad=False)
     if given.dynamic is not None:
         module.codes, module.symmetric = given.dynamic, given.symmetric
-    return module.eval()  # type: ignore[no-any-return]
+    return module.eval()

@@ -92,7 +92,7 @@ def bfs_trace_with_node_process(model: ExportedProgram | GraphModule, node_op: C
             if node.op not in ("output", "placeholder"):
                 node_op(node)
         queue += [
-            graph.get_submodule(str(node.args[index].target))  # type: ignore[misc]
+            graph.get_submodule(str(node.args[index].target))
             for node in graph.graph.nodes
             if node.op == "call_function"
             for index in _BODIES.get(node.target, ())

@@ -162,7 +162,7 @@ _NO_SWITCH = (
 def forbid_train_eval(model: GraphModule) -> None:
     """``model.train()`` and ``model.eval()`` raise NotImplementedError: they would change nothing in the graph."""
 
-    model.train = model.eval = _refuse_switch  # type: ignore[assignment, method-assign]
+    model.train = model.eval = _refuse_switch  # type: ignore[method-assign]
 
 
 def _refuse_switch(mode: bool = True) -> NoReturn:  # a function of the module, so that models can be pickled

@@ -99,7 +99,9 @@ def fold_trained_batch_norms(model: GraphModule) -> None:
 
     Weights are folded with the running statistics, and quantized with the trained parameters.
     """
-    found = [(norm, *parts) for norm in model.graph.nodes if is_batch_norm(norm) and (parts := _find(norm)) is not None]
+    found: list[Any] = [
+        (norm, *parts) for norm in model.graph.nodes if is_batch_norm(norm) and (parts := _find(norm)) is not None
+    ]
     norms_of: dict[str, set[str]] = {}
     for norm, _, scaled, *_ in found:
         norms_of.setdefault(scaled.args[0].target, set()).add(_mean(norm))

@@ -47,6 +47,7 @@ def use_integer_arithmetic(model: GraphModule) -> None:
 
 
 def _layer(model: GraphModule, node: Node) -> None:
+    target: Any = node.target
     x, w, *rest = node.args
     if not calls(x, DEQUANTIZE_TENSOR, DEQUANTIZE_DYNAMIC) or not calls(w, DEQUANTIZE_TENSOR, DEQUANTIZE_CHANNEL):
         return
@@ -63,7 +64,7 @@ def _layer(model: GraphModule, node: Node) -> None:
     bias, others = (rest[0], rest[1:]) if rest else (None, [])
     with model.graph.inserting_before(node):
         shifted = call(_ATEN.sub.Tensor, (_integers(model, codes), _as_integer(model, zero_point)))
-        products = call(node.target, (shifted, _integers(model, w_codes), None, *others))
+        products = call(target, (shifted, _integers(model, w_codes), None, *others))
         by_row = add_constant(model, model.graph, "_weight_scale_", rows)
         factor = call(_ATEN.mul.Tensor, (by_row, scale))
         y = call(_ATEN.mul.Tensor, (products, factor))

@@ -61,6 +61,11 @@ def _supported() -> list[OperatorConfig]:
     return [OperatorConfig(config, copy.deepcopy(patterns)) for config in configs for patterns in _PATTERNS.values()]
 
 
+def _is_or_feeds(target: Any, node: Node) -> bool:
+    """Is a node of a pattern a call of the operator, or a parameter?"""
+    return node.op != "call_function" or node.target == target
+
+
 class XNNPACKQuantizer(Quantizer):
     """Quantizes linear layers, convolutions (+ batch norm in training), add, mul, all (+ relu), cat, adaptive pooling.
 
@@ -137,9 +142,7 @@ class XNNPACKQuantizer(Quantizer):
             own.append(get_module_type_filter(kind))
             self._annotate(model, of_kind, own[-1], dynamic)
         for target, of_target in self.operator_type_config.items():
-            self._annotate(
-                model, of_target, lambda n, target=target: n.op != "call_function" or n.target == target, dynamic
-            )  # type: ignore[misc]
+            self._annotate(model, of_target, functools.partial(_is_or_feeds, target), dynamic)
         self._annotate(model, config, lambda n: not any(inside(n) for inside in own), dynamic)
         propagate_annotation(model)
         return model

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 import pennyweight.compat
+from pennyweight import graph_mode as gm
 
 from .pages import dead, parse
 
@@ -58,6 +59,15 @@ class Model(nn.Module):
         return self.lm_head(self.rnn(self.down(torch.relu(self.up(x))))[0])
 
 
+def prepared() -> Any:
+    """A calibrated graph."""
+    graph: Any = torch.export.export(nn.Sequential(nn.Linear(8, 4)).eval(), (torch.randn(2, 8),)).module()
+    quantizer = gm.X86InductorQuantizer().set_global(gm.get_default_x86_inductor_quantization_config())
+    graph = gm.prepare(graph, quantizer)
+    graph(torch.randn(2, 8))
+    return graph
+
+
 @pytest.fixture
 def names(tmp_path: Path) -> dict[str, Any]:
     model = Model().eval()
@@ -65,7 +75,7 @@ def names(tmp_path: Path) -> dict[str, Any]:
     w = pw.AffineQuantizedTensor.from_float(reference, pw.QuantSpec(pw.get_format("int8"), (-1,)))
     return {
         "torch": torch, "nn": nn, "F": F, "pw": pw, "model": model, "x": torch.randn(4, 128), "w": w,
-        "reference": reference, "folder": tmp_path / "saved",
+        "reference": reference, "folder": tmp_path / "saved", "gm": gm, "prepared": prepared(),
         "batches": [torch.randn(16, 128) for _ in range(2)],
     }  # fmt: skip
 

@@ -409,7 +409,7 @@ _ROWS = (
     ),
     (_PT2E, "_affine_quantization", "pt2e.affine_observers primitives"),
     (_PT2E, "_numeric_debugger", "@graph_debugger pt2e.graph_names"),
-    (_PT2E, "constant_fold", "pt2e.graph_names @inductor_folding"),
+    (_PT2E, "constant_fold", "pt2e.folding @inductor_folding"),
     (_PT2E, "convert prepare quantize_pt2e reference_representation_rewrite", "pt2e.graph_conversion"),
     (_PT2E, "export_utils", "@graph_train_eval pt2e.graph_tools"),
     (_PT2E, "fake_quantize", _FAKE_QUANTIZE),
