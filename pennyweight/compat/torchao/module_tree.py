@@ -74,6 +74,7 @@ _ROWS = (
     ("float8", "float8_utils", "float8_functions float8_training"),
     ("float8", "inference", "enums configs.granularity"),
     ("kernel", ". intmm", "int8_matmul"),
+    ("kernel", "blockwise_quantization", "blockwise_float8"),
     ("optim", ". adam cpu_offload", "@optim training"),
     ("prototype", ".", ""),
     ("prototype", "custom_fp_utils", "format_primitives"),
