@@ -1,9 +1,9 @@
 """torch.export with torch's quantize and dequantize operators in place of this package's products.
 
 Other compilers (ExecuTorch's backends, inductor's fusions) look for ``quantized_decomposed`` operators around float
-ones. :func:`export_quantize_dequantize` makes such a graph: codes, scales and zero points are its buffers, each weight is
-dequantized by one operator before its use, and an input that the scheme quantizes passes choose, quantize, dequantize.
-The file or program runs without this package.
+ones. :func:`export_quantize_dequantize` makes such a graph: codes, scales and zero points are its buffers, each weight
+is dequantized by one operator before its use, and an input that the scheme quantizes passes choose, quantize,
+dequantize. The program runs without this package.
 """
 
 from __future__ import annotations

@@ -41,11 +41,24 @@ def static_parts(x: Tensor, act: ActivationSpec, scale: Tensor | None, zero_poin
 
 
 def static_params(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Params:
-    """Stored per-tensor activation parameters, reshaped to the rank of x."""
+    """Stored activation parameters, one for x or one per row, reshaped to the rank of x.
+
+    Raises ArgumentError if there is one per row, and x has another number of rows.
+    """
     if scale is None:
         raise ArgumentError("a static activation needs act_scale on the weight; calibrate, or pass it in the config")
-    ones = (1,) * x.ndim
-    return Params(scale.reshape(ones), None if zero_point is None else zero_point.reshape(ones))
+    shape: tuple[int, ...] = (1,) * x.ndim
+    if scale.numel() > 1:
+        shape = (*x.shape[:-1], 1)
+        rows = x.numel() // max(x.shape[-1], 1)
+        if rows != scale.numel():
+            raise ArgumentError(
+                f"the input has {rows} rows of {x.shape[-1]}, and act_scale has {scale.numel()} scales, one per row; "
+                "pass as many rows, or quantize the model with one scale for all or with a dynamic config"
+            )
+    if zero_point is not None:
+        zero_point = zero_point.reshape(-1).expand(scale.numel()).reshape(shape)
+    return Params(scale.reshape(shape), zero_point)
 
 
 def encode_activation(x: Tensor, act: ActivationSpec, scale: Tensor | None, zero_point: Tensor | None) -> Parts:

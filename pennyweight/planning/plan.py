@@ -22,7 +22,7 @@ from .configs import AOBaseConfig
 from .module_handlers import HANDLERS, PREVIEWS, Handler, module_nbytes, run_handler, takes_parameter_name
 from .parameters import Indivisible, Place, Site, make_site, places
 from .report import Latency, Report, Row
-from .scheme import Scheme
+from .scheme import Scheme, stored_scale
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -285,10 +285,7 @@ def _has_scheme(w: AffineQuantizedTensor, scheme: Scheme) -> bool:
     if not same or scheme.act_scale is None or w.act_scale is None or w.act_scale.is_meta:
         return same
     zero = None if w.act_zero_point is None else w.act_zero_point.item()
-    return (
-        torch.equal(w.act_scale.cpu(), torch.tensor([scheme.act_scale], dtype=torch.float32, device="cpu"))
-        and zero == scheme.act_zero_point
-    )
+    return torch.equal(w.act_scale.cpu(), stored_scale(scheme.act_scale, "cpu")) and zero == scheme.act_zero_point
 
 
 # -- PEFT adapters: quantize_ does not quantize them, because they are trained ----------------------------------------

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from ..core.describe_spec import describe, describe_activation, shorten
 from ..core.layouts import get_layout
 from ..core.spec import ActivationSpec, QuantSpec
+
+
+def stored_scale(scale: float | tuple[float, ...], device: torch.device | str) -> torch.Tensor:
+    """``act_scale`` as it is stored: [1], or [rows, 1] for one per row."""
+    values = torch.tensor(scale, dtype=torch.float32, device=device)
+    return values.reshape(-1, 1) if isinstance(scale, tuple) else values.reshape(1)
 
 
 @dataclass(frozen=True)
@@ -17,14 +25,15 @@ class Scheme:
     solver                      name of the algorithm that chooses codes and qparams if the caller names none; one that
                                 needs no data. "": round-to-nearest
     sparsity                    pattern such as "2:4" to which the weight is pruned by magnitude first; "": none
-    act_scale, act_zero_point   qparams of a static activation, one for the whole input
+    act_scale, act_zero_point   qparams of a static activation, one for the whole input; a tuple of scales: one per row,
+                                for inputs of that many rows
     """
 
     weight: QuantSpec
     act: ActivationSpec | None = None
     rule: str | None = None
     eps: float | None = None
-    act_scale: float | None = None
+    act_scale: float | tuple[float, ...] | None = None
     act_zero_point: int | None = None
     solver: str = ""
     sparsity: str = ""
@@ -48,7 +57,8 @@ class Scheme:
     def nbytes(self, shape: tuple[int, ...], layout: str) -> int:
         """Predicted bytes of a weight of that shape."""
         parts = get_layout(layout).nbytes(self.weight, shape)
-        return parts + 4 * (self.act_scale is not None) + (self.act_zero_point is not None)
+        scales = 0 if self.act_scale is None else len(self.act_scale) if isinstance(self.act_scale, tuple) else 1
+        return parts + 4 * scales + (self.act_zero_point is not None)
 
     def __str__(self) -> str:
         return f"{self.weight}" + ("" if self.act is None else f" × {self.act}")

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...core import quantize_backends
 from ...core.numerics import Parts, decibels, dequantize, quantize
 from ...core.tensor import AffineQuantizedTensor, check_finite
-from ...planning.scheme import Scheme
+from ...planning.scheme import Scheme, stored_scale
 from ..base import Solution, Solver, Task, register
 
 _CHUNK = 1 << 24  # elements quantized at a time; bounds the float32 temporaries
@@ -94,10 +94,10 @@ def _join(slot: tuple[Any, ...]) -> Any:
 
 
 def static_parts(scheme: Scheme, device: torch.device) -> dict[str, Tensor]:
-    """Stored parameters of a static activation."""
+    """Stored parameters of a static activation: [1], or [rows, 1] for one scale per row."""
     parts = {}
     if scheme.act_scale is not None:
-        parts["act_scale"] = torch.tensor([scheme.act_scale], dtype=torch.float32, device=device)
+        parts["act_scale"] = stored_scale(scheme.act_scale, device)
     if scheme.act_zero_point is not None and scheme.act is not None:
         dtype = scheme.act.spec.zero_point_dtype
         parts["act_zero_point"] = torch.tensor([scheme.act_zero_point], dtype=dtype, device=device)

@@ -86,10 +86,18 @@ def _int8_activation(act: ActivationSpec | None) -> bool:
 
 
 def _settled(scale: Tensor | None, what: str) -> Tensor | None:
-    """A static activation's number: ours has one for the whole input."""
-    if scale is not None and scale.numel() != 1:
-        raise ValueError(f"{what} of shape {tuple(scale.shape)}: a static activation must have one per tensor")
-    return None if scale is None else scale.detach().reshape(1)
+    """A static activation's numbers: [1] for the whole input, or [rows, 1]."""
+    if scale is None:
+        return None
+    rows = scale.numel() > 1 and scale.numel() == scale.shape[0]
+    if scale.numel() != 1 and not rows:
+        raise ValueError(f"{what} of shape {tuple(scale.shape)}: a static activation has one per tensor or one per row")
+    return scale.detach().reshape((-1, 1) if rows else (1,))
+
+
+def _one(static: Tensor | None) -> bool:
+    """Whether this is a static activation's scale for the whole input."""
+    return static is not None and static.numel() == 1
 
 
 class Int8Tensor(View):
@@ -126,7 +134,7 @@ class Int8Tensor(View):
             asymmetric = act_quant_kwargs.mapping_type is MappingType.ASYMMETRIC
             spec = QuantSpec(
                 INT7 if act_quant_kwargs.reduce_range else INT8,
-                None if static is not None or isinstance(act_quant_kwargs.granularity, PerTensor) else (-1,),
+                None if _one(static) or isinstance(act_quant_kwargs.granularity, PerTensor) else (-1,),
                 zero_point=asymmetric,
             )
             act = ActivationSpec(spec, "dynamic" if static is None else "static", None, INT8_EPS)
@@ -189,7 +197,7 @@ class Int8Tensor(View):
         return {
             "qdata": plain_codes(w), "scale": part(w, "scale"), "zero_point": zero_points(w),
             "block_size": block_size(w),
-            "dtype": w.dtype, "act_quant_scale": None if w.act_scale is None else w.act_scale.reshape(ones),
+            "dtype": w.dtype, "act_quant_scale": None if w.act_scale is None else w.act_scale.reshape(-1, *ones[1:]),
             "act_quant_zero_point": None if w.act_zero_point is None else w.act_zero_point.reshape(ones),
             "act_pre_scale": None, "act_quant_kwargs": kwargs, "reduce_range": w.spec.format is INT7,
         }  # fmt: skip

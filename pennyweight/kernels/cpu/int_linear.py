@@ -201,7 +201,7 @@ def _activation(act: ActivationSpec | None, columns: int) -> bool | str:
     if spec.scale not in _FLOATS:
         return "needs activations with a plain scale"
     if act.mode == "static":
-        return True
+        return spec.block is None or "needs one static activation scale"
     if act.rule not in ((None, "asymmetric") if spec.zero_point else (None, "symmetric", "absmax")):
         return f"does not support activations with the rule {act.rule!r}"
     if spec.block is None or len(spec.block) > 1:

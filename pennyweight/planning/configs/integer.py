@@ -71,9 +71,11 @@ class Int8DynamicActivationInt8WeightConfig(AOBaseConfig):
 
 @dataclass(frozen=True)
 class Int8StaticActivationInt8WeightConfig(AOBaseConfig):
-    """int8 weights and int8 activations with a static scale: one number for the whole input.
+    """int8 weights and int8 activations with a static scale: one number for the whole input, or one per row of inputs
+    that always have that many rows.
 
-    act_quant_scale, act_quant_zero_point: a number or a tensor of one element.
+    act_quant_scale       a number, a tensor of one element, or of shape [rows, 1] with activations per row
+    act_quant_zero_point  a number or a tensor of one element
     """
 
     act_quant_scale: Any = None
@@ -86,7 +88,7 @@ class Int8StaticActivationInt8WeightConfig(AOBaseConfig):
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        object.__setattr__(self, "act_quant_scale", number(owner, "act_quant_scale", self.act_quant_scale))
+        object.__setattr__(self, "act_quant_scale", self._settled_scale())
         zero = self.act_quant_zero_point
         if self.act_mapping_type is MappingType.ASYMMETRIC:
             fmt = INT7 if self.reduce_range else INT8
@@ -102,9 +104,27 @@ class Int8StaticActivationInt8WeightConfig(AOBaseConfig):
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         fmt = INT7 if self.reduce_range else INT8
-        act = activation(fmt, site, PerTensor(), self.act_mapping_type, mode="static", eps=INT8_EPS)
+        scale = self.act_quant_scale
+        act_granularity = PerRow() if isinstance(scale, tuple) else PerTensor()
+        act = activation(fmt, site, act_granularity, self.act_mapping_type, mode="static", eps=INT8_EPS)
         weight = QuantSpec(fmt, site.block(pair(self.granularity)[1], on_indivisible))
-        return Scheme(weight, act, "symmetric", INT8_EPS, float(self.act_quant_scale), self.act_quant_zero_point)
+        scale = scale if isinstance(scale, tuple) else float(scale)
+        return Scheme(weight, act, "symmetric", INT8_EPS, scale, self.act_quant_zero_point)
+
+    def _settled_scale(self) -> float | tuple[float, ...]:
+        """One positive number, or one per row."""
+        owner, scale = type(self).__name__, self.act_quant_scale
+        rows = isinstance(scale, torch.Tensor) and scale.ndim == 2 and scale.shape[0] > 1 and scale.shape[1] == 1
+        if not rows and not (isinstance(scale, (tuple, list)) and len(scale) > 1):
+            found: float = number(owner, "act_quant_scale", scale)
+            return found
+        if not isinstance(pair(self.granularity)[0], PerRow):
+            raise ValueError(
+                f"{owner}: act_quant_scale has one value per row, and activations have "
+                f"{pair(self.granularity)[0]}; pass granularity=PerRow()"
+            )
+        values = scale.flatten().tolist() if isinstance(scale, torch.Tensor) else scale
+        return tuple(float(number(owner, "act_quant_scale", value)) for value in values)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...core.arguments import check_arguments
 from ...core.numerics import dequantize, fake_quantize, quantize
 from ...kernels.activation import autocast_dtype, quantize_activation
+from ...planning.scheme import stored_scale
 from ...quantize.pipeline import quantize_
 from .fake_quantize import FakeQuantizer, QuantizeWeight, fake_quantized_weight
 from .straight_through import Addmm, ClampSTE, Linear, WithValue, clamp_ste
@@ -52,7 +53,7 @@ class FakeQuantized(nn.Module):
         """Scale and zero point of a static activation."""
         scheme, tensors = self.fake_quantized[param].scheme, self.held(param)
         scale = tensors.get("act_scale")
-        scale = torch.tensor([scheme.act_scale], device=x.device, dtype=torch.float32) if scale is None else scale
+        scale = stored_scale(scheme.act_scale, x.device) if scale is None else scale
         zero = scheme.act_zero_point
         return scale, None if zero is None else torch.tensor([zero], device=x.device)
 

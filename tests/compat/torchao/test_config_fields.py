@@ -133,6 +133,20 @@ def test_a_subclass_of_a_users_own_is_assigned_to(torchao: ModuleType) -> None:
     assert snapshot(config) is config
 
 
+def test_a_plain_subclass_of_a_frozen_config_is_assigned_to(torchao: ModuleType) -> None:
+    config = torchao.quantization.qat.QATConfig(pw.Int8WeightOnlyConfig(), step="prepare")
+    config.step = "convert"
+    assert config.step == "convert"
+
+    class Own(pw.NVFP4WeightOnlyConfig):
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise TypeError("mine")
+
+    enable(Own)
+    with pytest.raises(TypeError, match="mine"):
+        Own().use_dynamic_per_tensor_scale = False
+
+
 def test_quantize_keeps_nothing_that_an_assignment_reaches(torchao: ModuleType) -> None:
     q = torchao.quantization
     seen: list[Any] = []

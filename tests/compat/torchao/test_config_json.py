@@ -120,6 +120,7 @@ ROUND_TRIPS = [
     'SpecConfig(QuantSpec(get_format("int4"), (32,), zero_point=True), rule="asymmetric")',
     'SpecConfig(QuantSpec(get_format("int8"), (1, -1)), ActivationSpec(QuantSpec(get_format("int8"), (-1,))))',
     "Int8StaticActivationInt8WeightConfig(torch.tensor([[0.5]]))",
+    "Int8StaticActivationInt8WeightConfig(torch.tensor([[0.5], [0.25]]))",
     "Float8StaticActivationFloat8WeightConfig(scale=0.25, granularity=PerRow())",
     "Int8WeightOnlyConfig(granularity=PerBlock((32, 32)))",
     "Int4WeightOnlyConfig(layout=TensorCoreTiledLayout(4), zero_point_domain=ZeroPointDomain.INT, preserve_zero=True)",

@@ -31,9 +31,11 @@ SAME = {"fqn_to_config": "module_fqn_to_config", "module_fqn_to_config": "fqn_to
 
 def enable(cls: type) -> None:
     """Allow assignments to the fields of a frozen dataclass, if torchao's class of that name allows them."""
-    if not dataclasses.is_dataclass(cls) or "__setattr__" not in vars(cls):  # not generated: not frozen
+    if not dataclasses.is_dataclass(cls) or not (issubclass(cls, AOBaseConfig) or cls.__name__ in OPEN):
         return
-    if (issubclass(cls, AOBaseConfig) or cls.__name__ in OPEN) and cls.__setattr__ is not _assign:
+    owner = next(c for c in cls.__mro__ if "__setattr__" in vars(c))
+    generated = "__dataclass_params__" in vars(owner) and owner.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    if generated and owner.__setattr__ is not _assign:  # a __setattr__ that someone wrote stays
         cls.__setattr__ = _assign  # type: ignore[method-assign,assignment]
         cls.__delattr__ = object.__delattr__  # type: ignore[method-assign]
 

@@ -200,6 +200,16 @@ def int8_static_weight_per_row() -> dict[str, Any]:
     return {"codes": model[0].weight.qdata, "y": model[0](inputs())}
 
 
+@snippet(approx=Y)
+def int8_static_per_row_of_inputs() -> dict[str, Any]:
+    from torchao.quantization import Int8StaticActivationInt8WeightConfig, PerRow, quantize_
+
+    model, x = mlp(), inputs()
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    quantize_(model[0], Int8StaticActivationInt8WeightConfig(act_quant_scale=scale, granularity=PerRow()))
+    return {"codes": model[0].weight.qdata, "kept": model[0].weight.act_quant_scale, "y": model[0](x)}
+
+
 @snippet()
 def a_static_config_without_a_scale_raises() -> dict[str, Any]:
     from torchao.quantization import Int8StaticActivationInt8WeightConfig, quantize_
