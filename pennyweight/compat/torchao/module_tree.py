@@ -37,7 +37,7 @@ REEXPORTS: dict[str, tuple[str, str]] = {
     ),
     "@optim": (
         "pennyweight.optim",
-        "Adam4bit Adam8bit AdamFp8 AdamW4bit AdamW8bit AdamWFp8 CPUOffloadOptimizer",
+        "CPUOffloadOptimizer",
     ),
     "@inductor_folding": (
         "torch._inductor.constant_folding",
@@ -138,7 +138,7 @@ _OBSERVERS = (
 _FAKE_QUANTIZE = "@graph_fake_quantize pt2e.affine_observers pt2e.defaults"
 _PT2E = "quantization.pt2e"
 _QUANTIZERS = "@graph_specs @graph_annotate pt2e.graph_names pt2e.graph_conversion @graph_xnnpack"
-_PARQ_QUANT = "parq.quantizers parq.least_squares parq.affine_quantizers parq.stretched_grid"
+_PARQ_QUANT = "parq.quantizers parq.least_squares parq.affine_quantizers parq.stretched_grid parq.conversion"
 _UINTX = "prototype_quantization.uintx_packed"
 _SPARSE = "sparse.api sparse.wanda sparse.supermask sparse.masks sparse.pruning"
 _PARQ = f"parq.optimizer parq.prox_maps {_PARQ_QUANT}"
@@ -167,7 +167,7 @@ _ROWS = (
     ("dtypes.floatx", "float8_layout", "v0_8_layouts packed.shifts"),
     ("dtypes.uintx", ".", "v0_8_layouts packed.impls packed.marlin_qqq"),
     ("dtypes.uintx", "bitpacking", "v0_8_layouts packed.shifts"),
-    ("dtypes.uintx", "uint4_layout", "v0_8_layouts"),
+    ("dtypes.uintx", "uint4_layout", "v0_8_layouts packed.integer_tensors"),
     ("dtypes.uintx", "gemlite_layout", "packed.impls"),
     ("dtypes.uintx", "marlin_qqq_tensor", "packed.marlin_qqq"),
     (
@@ -177,16 +177,19 @@ _ROWS = (
         "tensor_core_tiled_layout uintx_layout",
         "v0_8_layouts packed.impls packed.packed_linear",
     ),
+    ("experimental", ".", ""),
+    ("experimental", "quant_api", "prototype_quantization.embeddings"),
     ("float8", ". config float8_linear float8_linear_utils fsdp_utils types", _FLOAT8),
     ("float8", "distributed_utils float8_ops float8_training_tensor", _FLOAT8_TENSOR),
     ("float8", "float8_python_api", "float8_training.products"),
     ("float8", "float8_scaling_utils", _FLOAT8_TENSOR),
     ("float8", "float8_tensor", f"float8_training.tensor_0_9 {_FLOAT8_TENSOR}"),
+    ("float8", "float8_tensor_parallel", "float8_training.tensor_parallel"),
     ("float8", "float8_utils", "float8_training.functions float8_training.config"),
     ("float8", "inference", "float8_training.inference enums configs.granularity"),
     ("kernel", ". intmm", "int8_matmul"),
     ("kernel", "blockwise_quantization", "blockwise_float8.functions"),
-    ("optim", ". adam cpu_offload", "@optim low_bit_optim.adam"),
+    ("optim", ". adam cpu_offload", "low_bit_optim.optimizers low_bit_optim.adam @optim"),
     ("optim", "quant_utils", "low_bit_optim.quantizers"),
     ("optim", "subclass_4bit", "low_bit_optim.state_4bit"),
     ("optim", "subclass_8bit", "low_bit_optim.state_8bit"),
@@ -199,8 +202,9 @@ _ROWS = (
     ("prototype.blockwise_fp8", ". blockwise_linear blockwise_quantization", _BLOCKWISE),
     ("prototype.blockwise_fp8_inference", ". blockwise_linear", _BLOCKWISE),
     ("prototype.blockwise_fp8_training", ". kernels linear", _BLOCKWISE),
-    ("prototype.dtypes", ".", "v0_8_layouts"),
+    ("prototype.dtypes", ".", "v0_8_layouts packed.integer_tensors"),
     ("prototype.dtypes", "uint2", "packed.uint2"),
+    ("prototype.dtypes", "bitnet", "packed.bitnet"),
     ("prototype.dtypes", "uintgen", "packed.bit_fields"),
     ("prototype.dtypes.floatx", ". floatx_tensor_core_layout", "v0_8_layouts packed.floatx"),
     ("prototype.dtypes.uintx", ".", "v0_8_layouts packed.impls packed.marlin_qqq"),
@@ -222,7 +226,7 @@ _ROWS = (
     ),
     ("prototype.float8nocompile.kernels", ".", ""),
     ("prototype.float8nocompile.kernels", "fp8_dynamic_tensorwise", "float8_training.nocompile"),
-    ("prototype.low_bit_optim", ". adam cpu_offload", "@optim low_bit_optim.adam"),
+    ("prototype.low_bit_optim", ". adam cpu_offload", "low_bit_optim.optimizers low_bit_optim.adam @optim"),
     ("prototype.gptq", ". api observer", "algorithms.gptq"),
     ("prototype.hqq", ". mixed_mm", "hqq"),
     ("prototype.moe_quant", ". quantizable_moe_modules utils", "algorithms.moe_quant"),
@@ -331,7 +335,11 @@ _ROWS = (
             ),
         )
     ),
-    ("prototype.smoothquant", ". api core", "algorithms.smoothquant algorithms.v0_9_smoothquant"),
+    (
+        "prototype.smoothquant",
+        ". api core",
+        "algorithms.smoothquant algorithms.smooth_observers algorithms.v0_9_smoothquant",
+    ),
     ("prototype.spinquant", ". spinquant", "algorithms.spinquant"),
     ("prototype.spinquant", "_hadamard_matrices hadamard_utils", "algorithms.hadamard"),
     (
@@ -362,7 +370,11 @@ _ROWS = (
         "configs.transforms groupwise hardware",
     ),
     ("quantization", "quant_primitives", f"{_PRIMITIVES} hardware"),
-    ("quantization", "utils", "groupwise int8_matmul tools qparams primitives configs.transforms hardware"),
+    (
+        "quantization",
+        "utils",
+        "groupwise int8_matmul tools qparams primitives configs.transforms hardware algorithms.gptq_quantizers",
+    ),
     ("prototype", "int4_opaque_tensor", f"{_CONFIGS} int8_float8_views int4_views"),
     ("prototype.tensor_conversion", ".", ""),
     ("prototype.tensor_conversion", "api", "hardware"),

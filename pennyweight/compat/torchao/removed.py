@@ -31,7 +31,6 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.common": ("0.2 on", "torch.profiler"),
     "prototype.dora.dora_profile": ("0.2 to 0.9", "torch.profiler, and the layers of torchao.prototype.dora.dora_layer"),
     "prototype.dora.kernels": ("0.2 to 0.9", "the layers of torchao.prototype.dora.dora_layer: these were GPU kernels"),
-    "prototype.dtypes.bitnet": ("0.3 to 0.9", "SpecConfig(TERNARY_TENSOR)"),
     "prototype.float8nocompile": ("0.8 on", "nothing: these are its own tests; the layers are in float8nocompile_linear"),
     "prototype.fp8_sdpa_inference": ("0.16 on", _ATTENTION),
     "prototype.galore.kernels": ("0.2 to 0.11", "torchao.prototype.galore.optim.galore_torch.AdamW: these were GPU kernels"),
@@ -85,7 +84,7 @@ BESIDES: dict[str, str] = {
     "prototype.quantization.codebook_groupwise": "GroupwiseLutWeightConfig; embeddings with tables, CodebookWeightOnlyConfig of codebook_coreml",
     "prototype.autoround.utils": "transformers' own functions, and your own batches",
     "dtypes.floatx.float8_layout": "Float8Tensor; scales have an axis for each of the tensor's",
-    "dtypes.uintx.uint4_layout": "UIntXWeightOnlyConfig(torch.uint4)",
+    "experimental.quant_api": "the configs of torchao.quantization, which run everywhere",
     "prototype.quantized_training.int8_mm": "scaled_int8_mm, which runs on every device",
     **dict.fromkeys(
         [f"float8{end}" for end in ("", ".config", ".float8_linear_utils", ".float8_scaling_utils", ".float8_utils")],
@@ -97,7 +96,6 @@ BESIDES: dict[str, str] = {
     "quantization.pt2e.convert": "convert_pt2e",
     "testing.pt2e.utils": "a graph of convert_pt2e; float8 operators of torchao are not in graphs",
     "prototype.dtypes": "IntxWeightOnlyConfig(torch.int2)",
-    "prototype.dtypes.uint2": "pack_uint2 and unpack_uint2; for weights, UIntXWeightOnlyConfig(torch.uint2)",
     **dict.fromkeys(
         [f"prototype.moe_training{end}" for end in (".kernels", ".kernels.mxfp8", ".kernels.mxfp8.quant", ".utils")],
         "pennyweight.training.grouped_mm, which quantizes its operands itself; the others were kernels for a GPU",

@@ -17,6 +17,7 @@ from ....training import FakeQuantizedLinear
 from ....training.qat.modules import FakeQuantized
 from ..enums import KernelPreference, ScaleCalculationMode
 from ..qat.fake_quantize_configs import FakeQuantizeConfigBase
+from ..qat.steps import LINEAR
 from .checks import _validate_kernel_preference
 from .constants import BLOCK_SIZE_DEFAULT, element
 from .mx_tensor import E8M0_SCALE
@@ -118,3 +119,7 @@ class NVFP4FakeQuantizedLinear(_Linear, metaclass=_Prepared):
     """A linear layer prepared for training in NVFP4."""
 
     holds = staticmethod(_is_nvfp4)
+
+
+# quantize_(model, QATConfig(weight_config=...)) prepares layers by these classes
+LINEAR |= {MXFakeQuantizeConfig: MXFakeQuantizedLinear, NVFP4FakeQuantizeConfig: NVFP4FakeQuantizedLinear}
