@@ -199,3 +199,23 @@ def test_torchaos_files_load() -> None:
         y = F.linear(TOLD["x"], w, TOLD["bias"])
         assert float((y - TOLD[f"{name}.y"]).norm()) <= 1e-6 * float(y.norm())
     assert torch.equal(saved["packed"].dequantize(), TOLD["packed.value"])
+
+
+def test_arguments_of_the_int8_config() -> None:
+    import dataclasses
+    import pickle
+
+    from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig, int8_mixed_precision_training
+
+    from pennyweight import training
+
+    config = Int8MixedPrecisionTrainingConfig(True, False, True, module_swap=True)
+    assert isinstance(config, training.Int8MixedPrecisionTrainingConfig)
+    assert (config.output, config.grad_input, config.grad_weight, config.recipe) == (True, False, True, "int8")
+    assert not config.make().grad_input.quantized
+    assert int8_mixed_precision_training(config) == config  # torchao 0.9
+    assert int8_mixed_precision_training(config=config) == config
+    assert dataclasses.replace(config, grad_input=True).make().grad_input.quantized
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    with pytest.raises(ValueError, match="quantizes nothing"):
+        Int8MixedPrecisionTrainingConfig(False, False, False)

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....planning.module_handlers import register_quantize_module_handler
+from .... import training
+from ....planning.module_handlers import HANDLERS, PREVIEWS, register_quantize_module_handler
 from ....training import (
     BitNetTrainingConfig,
-    Int8MixedPrecisionTrainingConfig,
     Int8WeightOnlyTrainingConfig,
     LowPrecisionLinear,
 )
-from ....training.low_precision.configs import make_trainable, names_weight
+from ....training.low_precision.configs import LEAST, make_trainable, names_weight
 from ..int8_matmul import safe_int_mm
 
 __all__ = [
@@ -34,6 +34,31 @@ class Int8WeightOnlyQuantizedTrainingConfig(Int8WeightOnlyTrainingConfig):
     ``torchao.optim`` do, others within ``pennyweight.training.stochastic_rounding(step)``."""
 
 
+@dataclass(frozen=True, init=False)
+class Int8MixedPrecisionTrainingConfig(training.Int8MixedPrecisionTrainingConfig):
+    """Each of the three products in int8, or in high precision if its flag is False; torchao's order of arguments.
+
+    ``quantize_`` converts the layer whatever ``module_swap`` says; :class:`Int8MixedPrecisionTrainingLinearWeight` is
+    torchao's other way. output: also a config, whose copy is made, as the first argument of torchao 0.9.
+    """
+
+    def __init__(
+        self, output: Any = True, grad_input: bool = True, grad_weight: bool = True, module_swap: bool = True, *,
+        recipe: Any = "int8", least: int = LEAST, config: Any = None,
+    ) -> None:  # fmt: skip
+        config = output if isinstance(output, training.Int8MixedPrecisionTrainingConfig) else config
+        if config is not None:
+            output, grad_input, grad_weight = config.output, config.grad_input, config.grad_weight
+            recipe, least = config.recipe, config.least
+        values = {
+            "output": output, "grad_input": grad_input, "grad_weight": grad_weight, "module_swap": module_swap,
+            "recipe": recipe, "least": least,
+        }  # fmt: skip
+        for name, value in values.items():
+            object.__setattr__(self, name, value)  # of a frozen dataclass, while it is made
+        self.__post_init__()
+
+
 class _Layers(type(nn.Module)):  # type: ignore[misc]
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, LowPrecisionLinear)
@@ -47,6 +72,8 @@ class Int8MixedPrecisionTrainingLinear(LowPrecisionLinear, metaclass=_Layers):
         self.config = config
 
 
+_OURS = training.Int8MixedPrecisionTrainingConfig
+register_quantize_module_handler(Int8MixedPrecisionTrainingConfig, tells=PREVIEWS[_OURS])(HANDLERS[_OURS])
 register_quantize_module_handler(Int8WeightOnlyQuantizedTrainingConfig, tells=names_weight)(make_trainable)
 int8_weight_only_quantized_training = Int8WeightOnlyQuantizedTrainingConfig
 int8_mixed_precision_training = Int8MixedPrecisionTrainingConfig

@@ -10,9 +10,9 @@ from torch import Tensor
 from ....core.numerics import Parts
 from ....core.spec import INT8_ROW, TERNARY_TENSOR, ActivationSpec, QuantSpec
 from ....core.tensor import AffineQuantizedTensor as QT
-from ....training import Int8MixedPrecisionTrainingConfig, Recipe, get_recipe
+from ....training import Recipe, get_recipe
 from ..class_view import View, plain_codes
-from .configs import quantize_int8_rowwise
+from .configs import Int8MixedPrecisionTrainingConfig, quantize_int8_rowwise
 from .recipe_weight import RecipeWeight
 
 __all__ = [
