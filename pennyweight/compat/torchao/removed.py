@@ -136,8 +136,6 @@ BESIDES: dict[str, str] = {
     "optim.adam": "a rule of pennyweight.optim.update_rules",
     "prototype.low_bit_optim.adam": "a rule of pennyweight.optim.update_rules",
     "prototype.dtypes": "IntxWeightOnlyConfig(torch.int2)",
-    "prototype.dtypes.bitnet": "the operation itself, on a BitnetTensor; BitnetTensor.implements",
-    "prototype.dtypes.uint2": "the operation itself, on a UInt2Tensor; UInt2Tensor.implements",
     "prototype.mx_formats": "MXDynamicActivationMXWeightConfig or NVFP4WeightOnlyConfig; to train, pennyweight.training.MXTrainingConfig",
     "prototype.mx_formats.config": "MXDynamicActivationMXWeightConfig; to train, pennyweight.training.MXTrainingConfig",
     "prototype.mx_formats.inference_workflow": "MXDynamicActivationMXWeightConfig or NVFP4WeightOnlyConfig",
