@@ -44,7 +44,7 @@ from pennyweight.compat.torchao.dtypes.uintx.packed_linear_int8_dynamic_activati
 )
 from pennyweight.compat.torchao.dtypes.uintx.uint4_layout import PerChannelSymmetricWeightUInt4Tensor, UInt4Tensor
 from pennyweight.compat.torchao.prototype.custom_fp_utils import _floatx_unpacked_to_f32
-from pennyweight.compat.torchao.prototype.dtypes import BitnetTensor, UInt2Tensor, uintgen
+from pennyweight.compat.torchao.prototype.dtypes import BitnetTensor, UInt2Tensor, bitnet, uint2, uintgen
 from pennyweight.compat.torchao.quantization import FbgemmConfig, Int4Tensor, quantize_
 from pennyweight.compat.torchao.quantization.marlin_qqq import (
     marlin_qqq_workspace,
@@ -349,6 +349,25 @@ def test_bitnet_integers() -> None:
     told = a @ (x.sign() + 1).t()
     assert torch.allclose(torch.mm(a, w.t()), told, atol=1e-5)
     assert torch.allclose(F.linear(a, w, torch.ones(8)), told + 1, atol=1e-5)
+
+
+def test_handlers_of_integers() -> None:
+    class Mine(BitnetTensor):
+        pass
+
+    w = BitnetTensor.from_float(torch.randn(8, 16))
+    assert torch.equal(
+        bitnet.mm(torch.ops.aten.mm.default, (torch.ones(1, 16), w.t()), {}), w.to(torch.float32).sum(1)[None]
+    )
+    assert torch.equal(uint2.unbind(torch.ops.aten.unbind.int, (w, 0), None)[0].to(torch.uint8), w.plain()[0])
+
+    @uint2.implemented_by(Mine, [torch.ops.aten.relu.default])
+    def relu(func, args, kwargs):
+        return torch.tensor(7.0)
+
+    assert torch.relu(Mine(w.elem)) == 7
+    with pytest.raises(NotImplementedError, match=r"aten\.relu"):
+        torch.relu(w)
 
 
 def test_uint4_weights_per_channel() -> None:
