@@ -7,9 +7,6 @@ _QAT = "quantize_ with pennyweight.QATConfig, which accepts every config"
 _QAT_LAYER = "quantize_ with QATConfig: prepared layers keep their module"
 _SPARSE = "sparse weights are not supported; pennyweight.sparsify_ sets weights to zero, which quantize_ keeps at zero"
 _GPTQ = 'pennyweight.quantize_(model, config, calibration=batches, algorithm="gptq")'
-_SMOOTH = (
-    'pennyweight.quantize_(model, Int8DynamicActivationInt8WeightConfig(), calibration=batches, algorithm="smooth")'
-)
 _TRAIN = "quantize_ with a config of pennyweight.training: Float8TrainingConfig, Int8MixedPrecisionTrainingConfig, MXTrainingConfig"
 _GPU = "packs for one GPU; "
 _STATES = "states are AffineQuantizedTensor, with dequantize() and from_float()"
