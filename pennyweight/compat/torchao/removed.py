@@ -8,9 +8,6 @@ _SPARSE = "sparse weights are stored dense: pennyweight.sparsify_ sets weights t
 _SCRIPTS = "torchvision's reference scripts, from which it was taken"
 _LLAMA = "transformers' Llama with torchao.prototype.paretoq.models.utils_quant.QuantizeLinear as its linear layers"
 _GPTQ = 'pennyweight.quantize_(model, config, calibration=batches, algorithm="gptq")'
-_SMOOTH = (
-    'pennyweight.quantize_(model, Int8DynamicActivationInt8WeightConfig(), calibration=batches, algorithm="smooth")'
-)
 _TRAIN = "quantize_ with a config of pennyweight.training: Float8TrainingConfig, Int8MixedPrecisionTrainingConfig, MXTrainingConfig"
 _ATTENTION = "F.scaled_dot_product_attention, in the dtype of its inputs; pennyweight.integrations.kv_cache.QuantizedCache stores keys and values in 8 bits or less"
 _DELAYED = "scales are recomputed in each product, ScalingType.DYNAMIC: no history is kept or synchronized"

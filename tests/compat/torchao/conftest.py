@@ -19,3 +19,13 @@ def torchao() -> Iterator[ModuleType]:
 
     yield torchao
     compat.uninstall("torchao")
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """An empty cache of compiled code, before the test and after it: the limit of recompilations is per process."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
