@@ -38,7 +38,7 @@ REEXPORTS: dict[str, tuple[str, str]] = {
     ),
 }
 
-_CONFIGS = "v0_8_configs @configs"
+_CONFIGS = "v0_8_configs prototype_quantization.float8_static @configs"
 _PRIMITIVES = "primitives format_primitives hqq qparams enums"
 _TENSORS = "int8_float8_views int4_views block_views"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
@@ -101,12 +101,12 @@ _ROWS = (
     ("prototype.parq.optim", "binarelax parq proxmap", "parq.prox_maps"),
     ("prototype.parq.optim", "quantopt", "parq.optimizer"),
     ("prototype.parq.quant", ". config_torchao lsbq quant_api quantizer uniform uniform_torchao", _PARQ_QUANT),
-    ("prototype.quantization", ". quant_api", f"prototype_quantization.float8_static {_UINTX} {_CONFIGS}"),
+    ("prototype.quantization", ". quant_api", f"{_UINTX} {_CONFIGS}"),
     ("prototype.quantization.embedding", ". api", "prototype_quantization.embeddings"),
     (
         "prototype.quantization.float8_static_quant",
         ". prototype_float8_tensor",
-        "prototype_quantization.float8_static",
+        "prototype_quantization.float8_static_tensor",
     ),
     ("prototype.quantization.int8_lut_tensor", ". int8_lut_tensor", "prototype_quantization.int8_lut"),
     ("prototype.quantization.uintx", ". uintx_bit_packed_tensor", _UINTX),
