@@ -5,7 +5,7 @@ train -> :func:`convert` -> run, compile, export again, or :func:`lower`.
 """
 
 from .annotate import annotate_input_qspec_map, annotate_output_qspec
-from .convert import convert
+from .convert_graph import convert
 from .embedding_quantizer import EmbeddingQuantizer
 from .fake_quantize import FakeQuantize, FixedQParamsFakeQuantize, FusedMovingAvgObsFakeQuantize
 from .histogram_observer import HistogramObserver
@@ -16,10 +16,10 @@ from .inductor_configs import (
 )
 from .inductor_quantizers import X86InductorQuantizer
 from .learnable_fake_quantize import LearnableFakeQuantize
-from .lower import Lowered, lower
+from .lower_graph import Lowered, lower
 from .numeric_debugger import compare_results, extract_results_from_loggers, prepare_for_propagation_comparison
 from .passive_observers import FixedQParamsObserver, PlaceholderObserver, RecordingObserver
-from .prepare import prepare, prepare_qat
+from .prepare_graph import prepare, prepare_qat
 from .range_observers import (
     MinMaxObserver,
     MovingAverageMinMaxObserver,

@@ -77,7 +77,8 @@ class X86InductorQuantizer(Quantizer):
     None leaves layers as they are. Configs of one quantizer are all static or all dynamic, all for training or none:
     others are skipped with a warning.
 
-    >>> quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())
+    >>> from pennyweight import graph_mode as gm
+    >>> quantizer = gm.X86InductorQuantizer().set_global(gm.get_default_x86_inductor_quantization_config())
     """
 
     operators: ClassVar[dict[Any, Any]] = {

@@ -10,8 +10,12 @@ from torch.fx import GraphModule
 
 import pennyweight as pw
 from pennyweight import graph_mode as gm
+from pennyweight.kernels.cpu import library
+from pennyweight.kernels.table import get_kernel
 
 from .graphs import converted, targets, x86, xnnpack
+
+pytestmark = pytest.mark.skipif(library.available() is not True, reason=str(library.available()))
 
 QUANTIZERS = {
     "x86": x86(), "x86-7-bit": x86(reduce_range=True), "x86-dynamic": x86(is_dynamic=True), "xnnpack": xnnpack(),
@@ -149,3 +153,13 @@ def test_a_lowered_graph_holds_int8() -> None:
     assert sum(t.nbytes for t in lowered.state_dict().values()) < 1.2 * 256 * 256
     assert isinstance(lowered.lowered_0, pw.FrozenLinear)
     assert torch.equal(lowered(x), lowered(x))
+
+
+def test_without_a_kernel_each_call_of_a_layer_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2, 3, 8, 8)
+    graph = converted(Net(), x86(), x)
+    monkeypatch.setattr("pennyweight.graph_mode.lower_graph.select", lambda op, case: get_kernel(op, "dequantize"))
+    lowered, report = pw.lower(graph)
+    assert not any(row.quantized for row in report.rows)
+    assert sum("no int8 kernel of this machine" in row.note for row in report.rows) == 5
+    torch.testing.assert_close(lowered(x), graph(x))

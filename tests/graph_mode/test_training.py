@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pennyweight as pw
 from pennyweight import graph_mode as gm
 from pennyweight.graph_mode.fake_quantize import disable_fake_quant
+from pennyweight.kernels.cpu import library
 
 from .graphs import exported, targets, x86
 
@@ -124,9 +126,8 @@ def test_dropout_and_batch_norm_switch() -> None:
     assert torch.equal(graph(x), graph(x))
 
 
+@pytest.mark.skipif(library.available() is not True, reason=str(library.available()))
 def test_lowered_after_training() -> None:
-    import pennyweight as pw
-
     model, x = Net(), torch.randn(5, 3, 6, 6)
     prepared = gm.prepare_qat(exported(model.train(), x), x86(is_qat=True))
     prepared(x)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ....graph_mode.convert import convert
+from ....graph_mode.convert_graph import convert
 from ....graph_mode.inductor_configs import get_default_x86_inductor_quantization_config
 from ....graph_mode.inductor_quantizers import X86InductorQuantizer
 from ....graph_mode.numeric_debugger import FROM_NODE_KEY, source_of
 from ....graph_mode.partitions import bfs_trace_with_node_process
-from ....graph_mode.prepare import prepare, prepare_qat
+from ....graph_mode.prepare_graph import prepare, prepare_qat
 from ....graph_mode.train_eval import move_exported_model_to_eval
 
 __all__ = [

@@ -16,7 +16,7 @@ from ....graph_mode.passive_observers import (
     RecordingObserver,
     ReuseInputObserver,
 )
-from ....graph_mode.prepare import OBSERVERS
+from ....graph_mode.prepare_graph import OBSERVERS
 from ....graph_mode.range_observers import (
     MinMaxObserver,
     MovingAverageMinMaxObserver,

@@ -7,11 +7,11 @@ from typing import Any
 from torch.fx import GraphModule
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
-from ....graph_mode.convert import convert as convert_pt2e_graph
+from ....graph_mode.convert_graph import convert as convert_pt2e_graph
 from ....graph_mode.dequantize_copies import copy_dequantize_per_user, port_metadata
-from ....graph_mode.prepare import insert_observers
-from ....graph_mode.prepare import prepare as _prepare
-from ....graph_mode.prepare import prepare_qat as _prepare_qat
+from ....graph_mode.prepare_graph import insert_observers
+from ....graph_mode.prepare_graph import prepare as _prepare
+from ....graph_mode.prepare_graph import prepare_qat as _prepare_qat
 from ....graph_mode.reference_arithmetic import use_integer_arithmetic
 from ....graph_mode.specs import Quantizer
 

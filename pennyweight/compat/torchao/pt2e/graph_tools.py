@@ -18,7 +18,7 @@ from ....graph_mode.fold_batch_norm import fold_batch_norms
 from ....graph_mode.graph_edits import add_constant, constant_of, new_name
 from ....graph_mode.graph_edits import producers as collect_producer_nodes
 from ....graph_mode.ops import calls, data_users, is_batch_norm, is_conv, is_conv_transpose, is_size
-from ....graph_mode.prepare import forbid_train_eval
+from ....graph_mode.prepare_graph import forbid_train_eval
 from ....graph_mode.train_eval import (
     allow_exported_model_train_eval,
     move_exported_model_to_eval,

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ....graph_mode.lower import lower
+from ....graph_mode.lower_graph import lower
 
 __all__ = ["lower_pt2e_quantized_to_x86"]
 

@@ -23,7 +23,7 @@ from .ops import (
     QUANTIZE_DYNAMIC,
     QUANTIZE_TENSOR,
 )
-from .prepare import forbid_train_eval, is_observer, loop_bodies
+from .prepare_graph import forbid_train_eval, is_observer, loop_bodies
 from .qat_batch_norm import fold_trained_batch_norms
 from .range_observers import _RangeObserver
 from .reference_arithmetic import use_integer_arithmetic

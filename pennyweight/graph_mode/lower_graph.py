@@ -176,11 +176,10 @@ def _module(model: GraphModule, node: Node, known: dict[Any, Any]) -> nn.Module:
         if producers(bias) is None:
             raise Stays("its bias depends on the input of the graph")
         b = evaluate(model, bias, {}).detach().float()
-    known[repr(key)] = made = _linear(w, b, given) if node.target is _LINEAR else _conv(node, w, b, given)
-    verdict = select("linear" if node.target is _LINEAR else "convolution", case_of(w, torch.float32))
-    if verdict.name.startswith("dequantize") or verdict.name.startswith("reference"):
+    if select("linear" if node.target is _LINEAR else "convolution", case_of(w, torch.float32)).name == "dequantize":
         raise Stays("no int8 kernel of this machine takes it; pw.explain shows why")
-    return made
+    known[repr(key)] = _linear(w, b, given) if node.target is _LINEAR else _conv(node, w, b, given)
+    return known[repr(key)]
 
 
 def _input(node: Any) -> Input:
