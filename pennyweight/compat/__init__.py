@@ -47,7 +47,7 @@ def install(name: str = "torchao", version: str | None = None) -> None:
     importlib.invalidate_caches()
     reading.allow(name)
     shown_class.show()
-    affine.define()
+    affine.keep_in_exports()
     early = [client for client in _CLIENTS if client in sys.modules]
     if early and not had:
         warnings.warn(
@@ -76,7 +76,7 @@ def uninstall(name: str = "torchao") -> None:
         from .torchao.operators import affine
 
         shown_class.hide()
-        affine.undefine()
+        affine.trace_in_exports()
         sys.meta_path.remove(finder)
         finder.unhook()
         for module in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:

@@ -63,14 +63,17 @@ def test_they_take_meta_tensors(torchao: ModuleType) -> None:
     assert (scale.shape, codes.shape, codes.dtype, codes.is_meta) == ((4, 2), (4, 32), torch.uint8, True)
 
 
-def test_they_go_with_the_alias() -> None:
+def test_they_are_defined_once_and_stay() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compat, "_CLIENTS", ())
         compat.install("torchao")
     define()  # a second time: nothing
     assert all(hasattr(torch.ops.torchao, name) for name in OPERATORS)
+    held = torch.ops.torchao.dequantize_affine.default
     compat.uninstall("torchao")
-    assert not any(hasattr(torch.ops.torchao, name) for name in OPERATORS)
+    codes, scale = torch.tensor([[3, -4]], dtype=torch.int8), torch.tensor([[0.5]])
+    assert held(codes, [1, 2], scale, None, torch.int8).tolist() == [[1.5, -2.0]]  # in graphs that were made before
+    assert held is torch.ops.torchao.dequantize_affine.default
 
 
 class Layer(nn.Linear):

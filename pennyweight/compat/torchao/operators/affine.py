@@ -1,14 +1,16 @@
 """``torch.ops.torchao``: quantize_affine, dequantize_affine, choose_qparams_affine and the float8 ones.
 
-They exist while :func:`pennyweight.compat.install` is in force, with torchao's schemas, and compute what the functions
-of :mod:`..primitives` and :mod:`..format_primitives` do. torch traces through them for compilers. Under
-``torch.export`` these functions are kept whole: the graph then has ``torchao.quantize_affine.default``, which
-ExecuTorch and other readers of such graphs look for.
+With torchao's schemas; they compute what the functions of :mod:`..primitives` and :mod:`..format_primitives` do. torch
+traces through them for compilers. They are defined by :func:`pennyweight.compat.install`, and by what exports graphs
+with them, and stay for the life of the process, because graphs hold them. While the alias is installed, the functions
+are kept whole under ``torch.export``: the graph then has ``torchao.quantize_affine.default``, which ExecuTorch and
+other readers of such graphs look for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
 import torch
@@ -79,19 +81,26 @@ OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
     "dequantize_affine_float8_non_decomposed": (_DEQUANTIZE_F8, format_primitives._dequantize_affine_float8),
 }
 
-_LIBRARY: list[torch.library.Library] = []
+_LIBRARY: list[torch.library.Library] = []  # an operator lives as long as its library
+_LOCK = Lock()
 
 
 def define() -> None:
     """Define the operators that the namespace lacks. Repeated calls have no effect."""
-    if _LIBRARY:
-        return
-    library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    _LIBRARY.append(library)
-    for name, (schema, function) in OPERATORS.items():
-        if not hasattr(getattr(torch.ops, NAMESPACE), name):
-            library.define(name + schema)
-            library.impl(name, function, "CompositeImplicitAutograd")
+    with _LOCK:
+        if _LIBRARY:
+            return
+        library = torch.library.Library(NAMESPACE, "FRAGMENT")
+        for name, (schema, function) in OPERATORS.items():
+            if not hasattr(getattr(torch.ops, NAMESPACE), name):
+                library.define(name + schema)
+                library.impl(name, function, "CompositeImplicitAutograd")
+        _LIBRARY.append(library)
+
+
+def keep_in_exports() -> None:
+    """Let the functions be one operator each in exported graphs."""
+    define()
     qparams.EXPORTED.update(
         choose_qparams_affine=_choose_exported,
         quantize_affine=_quantize_exported,
@@ -99,12 +108,9 @@ def define() -> None:
     )
 
 
-def undefine() -> None:
-    """Undo :func:`define`."""
+def trace_in_exports() -> None:
+    """Undo :func:`keep_in_exports`."""
     qparams.EXPORTED.clear()
-    for library in _LIBRARY:
-        library._destroy()
-    _LIBRARY.clear()
 
 
 # -- under torch.export ------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from ..enums import ZeroPointDomain
 from ..observers import AffineQuantizedObserverBase as _Base
 from ..primitives import _fake_quantize_affine
 from ..qparams import get_block_size, require
-from . import affine_ops  # noqa: F401 - registers the operators
 
 __all__ = [
     "AffineFakeQuantize", "AffineQuantizedMinMaxObserver", "AffineQuantizedMovingAverageMinMaxObserver",
