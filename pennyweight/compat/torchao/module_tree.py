@@ -120,7 +120,7 @@ REEXPORTS: dict[str, tuple[str, str]] = {
     ),
 }
 
-_CONFIGS = "v0_8_configs configs.float8 configs.granularity @configs"
+_CONFIGS = "v0_8_configs prototype_quantization.float8_static @configs"
 _PRIMITIVES = "primitives format_primitives hqq qparams enums"
 _MX_TENSORS = "mx.mx_tensor mx.nvfp4_tensor"
 _NF4 = "nf4.tensor nf4.linear"
@@ -277,12 +277,12 @@ _ROWS = (
     ("prototype.mx_formats", "nvfp4_tensor", f"{_MX} {_MX_TENSORS} mx.conversion enums"),
     ("prototype.mx_formats", "utils", f"{_MX} mx.scale_layout mx.mx_tensor"),
     ("prototype.qat", ". mx nvfp4", f"{_MX} mx.fake_quantize"),
-    ("prototype.quantization", ". quant_api", f"prototype_quantization.float8_static {_UINTX} {_CONFIGS}"),
+    ("prototype.quantization", ". quant_api", f"{_UINTX} {_CONFIGS}"),
     ("prototype.quantization.embedding", ". api", "prototype_quantization.embeddings"),
     (
         "prototype.quantization.float8_static_quant",
         ". prototype_float8_tensor",
-        "prototype_quantization.float8_static",
+        "prototype_quantization.float8_static_tensor",
     ),
     ("prototype.quantization.int8_lut_tensor", ". int8_lut_tensor", "prototype_quantization.int8_lut"),
     ("prototype.quantization.uintx", ". uintx_bit_packed_tensor", _UINTX),
