@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+import torch
+import torch._dynamo
 
 from pennyweight import compat
 
@@ -21,11 +23,9 @@ def torchao() -> Iterator[ModuleType]:
     compat.uninstall("torchao")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
-    """An empty cache of compiled code, before the test and after it: the limit of recompilations is per process."""
-    import torch._dynamo
-
+    """An empty cache of compiled code: the limit of recompilations is per process, and many tests here compile."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

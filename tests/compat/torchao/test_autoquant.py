@@ -138,7 +138,6 @@ def test_candidates_that_fail_are_logged(model: nn.Sequential, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("manual", [False, True])
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_model_is_measured_before_it_compiles(model: nn.Sequential, manual: bool) -> None:
     prefer(AQInt8DynamicallyQuantizedLinearWeight, model[0].weight, 1e-9)
     graphs = []

@@ -364,7 +364,6 @@ def test_rows_and_columns(weight: Any) -> None:
     )
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_copies_and_compile(weight: Any) -> None:
     layer = nn.Linear(64, 8, bias=False)
     layer.weight = nn.Parameter(weight, requires_grad=False)

@@ -87,7 +87,6 @@ def test_kmeans_and_wide_codes() -> None:
         (COREML(torch.uint3, [8, -1]), codebook_coreml.CodebookQuantizedTensor),
     ],
 )
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_layers(w: Tensor, config: Any, kind: type) -> None:
     layer = nn.Linear(128, 32)
     layer.weight.data = w

@@ -78,7 +78,6 @@ def test_statistics_in_a_file(model: nn.Sequential, tmp_path: Path) -> None:
     assert float(rows[0]["max_abs"]) == 3.0
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_the_weight(model: nn.Sequential, capsys: pytest.CaptureFixture[str]) -> None:
     layer = model[0]
     add_activation_loggers(model)
