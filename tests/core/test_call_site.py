@@ -17,7 +17,7 @@ PACKAGE = Path(pw.__file__).parent
 # Others that read frames, and what for: not to decide what a tensor does
 READERS = {
     "core/call_site.py": "",
-    "compat/torchao/module_tree.py": "whether a missing name is an ImportError or an AttributeError",
+    "compat/torchao/virtual_modules.py": "whether a missing name is an ImportError or an AttributeError",
     "planning/run_batch.py": "the line that a warning points to",
 }
 

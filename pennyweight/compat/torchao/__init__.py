@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 
-from .module_tree import TREE, VirtualModules
+from .module_tree import TREE
 from .removed import why_missing
+from .virtual_modules import VirtualModules
 
 VERSION = "0.18.0"  # of torchao: the newest release whose names are all in the tree
 

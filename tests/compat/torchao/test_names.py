@@ -98,18 +98,18 @@ def test_what_is_said_of_releases_is_true(release: str) -> None:
 
 @pytest.mark.usefixtures("torchao")
 def test_importing_what_is_gone_says_which_releases_had_it_and_what_to_use() -> None:
-    with pytest.raises(ImportError, match=r"torchao 0.12 and 0.13 had it.*use instead: Int4WeightOnlyConfig"):
-        from torchao.quantization import FbgemmConfig  # noqa: F401
+    with pytest.raises(ImportError, match=r"torchao 0.13 had it.*use instead: IntxUnpackedToInt8Tensor"):
+        from torchao.quantization import IntxUnpackedTensor  # noqa: F401
     with pytest.raises(ModuleNotFoundError, match=r"torchao 0.4 to 0.9 had it.*GPU kernel"):
         import torchao.prototype.splitk  # noqa: F401
     with pytest.raises(ImportError, match="cannot import name 'Int5000Tensor'"):
         from torchao.quantization import Int5000Tensor  # noqa: F401
     import torchao.quantization as module
 
-    assert not hasattr(module, "GPTQ")
-    assert getattr(module, "GPTQ", None) is None
-    with pytest.raises(AttributeError, match=r"torchao 0.1 to 0.15 had it"):
-        _ = module.GPTQ
+    assert not hasattr(module, "IntxUnpackedTensor")
+    assert getattr(module, "IntxUnpackedTensor", None) is None
+    with pytest.raises(AttributeError, match=r"torchao 0.13 had it"):
+        _ = module.IntxUnpackedTensor
 
 
 @pytest.mark.usefixtures("torchao")
