@@ -346,6 +346,7 @@ def _row(name: str, held: StoredTensor, choice: OutputChoice, after: int) -> Row
     scheme = str(kind.spec) if isinstance(kind, Meta) else _word(kind) if choice.how == FLOAT else ""
     note = {EXACT: "exact", COPIED: f"{_word(kind)}, as it is" if not choice.why else choice.why}
     again = f"the codes of {held.shown}, scales rounded" if choice.codes else f"{choice.how} from {held.shown}"
+    again += "; inputs are not quantized" if choice.drops_inputs else ""
     text = note.get(choice.how, choice.why if choice.how == FLOAT else f"{again}: {choice.why}")
     return Row(name, "Tensor", held.kind.shape, scheme, "", held.nbytes, after, note=text)
 
@@ -359,7 +360,7 @@ def fill(report: Report, chosen: Mapping[str, OutputChoice], sqnr: Mapping[str, 
         elif row.name in sqnr:
             row.sqnr = sqnr[row.name]
             if choice.how == REQUANTIZED and row.sqnr == float("inf"):
-                row.note = "exact"
+                row.note = f"exact weight; inputs are not quantized: {choice.why}" if choice.drops_inputs else "exact"
 
 
 def _word(kind: Any) -> str:

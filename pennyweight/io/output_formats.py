@@ -37,12 +37,14 @@ class OutputChoice:
           "copied" (is float)
     why   the reason, where it is not exact
     codes whether a requantized tensor keeps its codes, and only its scales are rounded
+    drops_inputs  whether inputs were quantized, and will not be
     """
 
     kind: Meta | Entry
     how: str
     why: str = ""
     codes: bool = False
+    drops_inputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def foreign_target(format: str, writing: Writing) -> OutputFormat:
         if refused is not None:
             return OutputChoice(Entry(kind.dtype, kind.shape), FLOAT, refused)
         same_codes = not kind.perm and conversion_kind(kind.spec, kind.stored_shape, new.spec) is not None
-        return OutputChoice(new, REQUANTIZED, why, same_codes)
+        return OutputChoice(new, REQUANTIZED, why, same_codes, kind.act is not None and new.act is None)
 
     def stored(name: str, choice: OutputChoice) -> Stored:
         return writing.stored(name, choice.kind) if isinstance(choice.kind, Meta) else _plain(name, choice.kind)

@@ -215,3 +215,16 @@ def test_a_job_is_another_one_once_the_config_reads_its_codes_otherwise(tmp_path
     (tmp_path / "there" / "config.json").write_text(text.replace('"gptq_v2"', '"gptq"'))
     with pytest.raises(CheckpointError, match="has another source, config"):
         pw.convert(tmp_path / "there", tmp_path / "back")
+
+
+def test_the_report_says_that_inputs_are_no_longer_quantized(tmp_path: Path) -> None:
+    """The weight is exact, the layer is not: the format needs a calibrated scale for NVFP4 inputs."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+    pw.quantize_(model, pw.NVFP4DynamicActivationNVFP4WeightConfig())
+    pw.save(model, tmp_path / "a")
+    planned = pw.convert(tmp_path / "a", tmp_path / "b", to="compressed-tensors", dry_run=True)
+    assert "inputs are not quantized: compressed-tensors needs" in planned.quantized[0].note
+    (row,) = pw.convert(tmp_path / "a", tmp_path / "b", to="compressed-tensors").quantized
+    assert row.note.startswith("exact weight; inputs are not quantized: ")
+    with pw.open(tmp_path / "b") as checkpoint:
+        assert checkpoint["0.weight"].act is None
