@@ -107,7 +107,7 @@ REEXPORTS: dict[str, tuple[str, str]] = {
     ),
 }
 
-_CONFIGS = "v0_8_configs prototype_quantization.float8_static @configs"
+_CONFIGS = "v0_8_configs configs.float8 configs.granularity prototype_quantization.float8_static @configs"
 _PRIMITIVES = "primitives format_primitives hqq qparams enums"
 _MX_TENSORS = "mx.mx_tensor mx.nvfp4_tensor"
 _NF4 = "nf4.tensor nf4.linear"

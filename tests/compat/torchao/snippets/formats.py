@@ -21,7 +21,7 @@ def an_nf4_tensor() -> dict[str, Any]:
     return {"values": w.get_original_weight(), "shape": w.shape, "dtype": w.dtype}
 
 
-@snippet("0.12", differs={"values": "codes are chosen in float32, torchao's in bfloat16"})
+@snippet("0.12")
 def an_nf4_tensor_of_bfloat16() -> dict[str, Any]:
     from torchao.dtypes.nf4tensor import to_nf4
 
@@ -99,7 +99,7 @@ def small_floats_in_bytes() -> dict[str, Any]:
     return {"codes": codes, "values": _floatx_unpacked_to_f32(codes, 3, 2)}
 
 
-@snippet("0.12", differs={"values": "a scale one step of 8 bits away moves a value to the next code"})
+@snippet("0.12")
 def nf4_of_the_older_release() -> dict[str, Any]:
     from torchao.dtypes import to_nf4
 

@@ -36,7 +36,7 @@ def qat_int8_by_int4() -> dict[str, Any]:
     return _prepared(Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32)))
 
 
-@snippet(approx=QAT, differs=CLAMPED)
+@snippet(approx=QAT)
 def qat_int4_weight_only() -> dict[str, Any]:
     from torchao.quantization import IntxWeightOnlyConfig, PerGroup
 
@@ -156,7 +156,7 @@ def an_optimizers_state_is_saved_and_loaded() -> dict[str, Any]:
     return {"same": torch.equal(p, q), "weight": q}
 
 
-@snippet(differs={"class": "a float"})
+@snippet()
 def a_tensor_as_learning_rate() -> dict[str, Any]:
     from torchao.optim import AdamW8bit
 
