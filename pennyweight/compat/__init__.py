@@ -73,9 +73,11 @@ def uninstall(name: str = "torchao") -> None:
     finder = _INSTALLED.pop(name, None)
     if finder is not None:
         from .torchao import shown_class
+        from .torchao.configs import assignment
         from .torchao.operators import affine
 
         shown_class.hide()
+        assignment.freeze_again()
         affine.trace_in_exports()
         sys.meta_path.remove(finder)
         finder.unhook()

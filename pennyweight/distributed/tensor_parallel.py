@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 
 from ..core.numerics import dequantize, quantize
 from ..core.qparams import BY_RANGE, choose, default_rule
-from ..core.spec import ActivationSpec
+from ..core.spec import ActivationSpec, QuantSpec
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.repack import prepare
 from .all_reduce import reduce_over_groups
@@ -37,6 +37,12 @@ class RowwiseParallel(TorchRowwise):
         act = local.act if isinstance(local, AffineQuantizedTensor) else None
         if act is None or act.mode != "dynamic":
             return
+        above = act.spec.scale
+        if isinstance(above, QuantSpec) and above.scale is not None:
+            raise ValueError(
+                f"{name}: the scales of input {act} are quantized under a scale of the whole input, which ranks do not "
+                "exchange; use a calibrated scale, or RowwiseParallel of torch, which quantizes each part separately"
+            )
         if (act.spec.block or (-1,)) != (-1,):
             weight: Any = module.weight
             width = int(weight.shape[-1])

@@ -31,8 +31,12 @@ class FakeQuantizeBase(ABC, nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("fake_quant_enabled", torch.tensor([1], dtype=torch.uint8))
-        self.register_buffer("observer_enabled", torch.tensor([1], dtype=torch.uint8))
+        self.register_buffer(
+            "fake_quant_enabled", torch.tensor([1], dtype=torch.uint8, device=torch.get_default_device())
+        )
+        self.register_buffer(
+            "observer_enabled", torch.tensor([1], dtype=torch.uint8, device=torch.get_default_device())
+        )
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
@@ -89,8 +93,9 @@ class FakeQuantize(FakeQuantizeBase):
         self.quant_min, self.quant_max, self.is_dynamic = seen.quant_min, seen.quant_max, seen.is_dynamic
         self.dtype, self.qscheme, self.ch_axis = seen.dtype, seen.qscheme, getattr(seen, "ch_axis", -1)
         real = seen.qscheme == torch.per_channel_affine_float_qparams
-        self.register_buffer("scale", torch.tensor([1.0], dtype=torch.float))
-        self.register_buffer("zero_point", torch.tensor([0], dtype=torch.float if real else torch.int))
+        device = torch.get_default_device()  # where the observer has its buffers
+        self.register_buffer("scale", torch.tensor([1.0], dtype=torch.float, device=device))
+        self.register_buffer("zero_point", torch.tensor([0], dtype=torch.float if real else torch.int, device=device))
         assert is_per_channel(self.qscheme) or is_per_tensor(self.qscheme), (
             f"Only per channel and per tensor quantization are supported in fake quantize, got qscheme: {self.qscheme}"
         )
@@ -163,8 +168,10 @@ class FusedMovingAvgObsFakeQuantize(FakeQuantize):
             f"got {type(self.activation_post_process).__name__}"
         )
         # the operator needs switches in int64
-        self.register_buffer("fake_quant_enabled", torch.tensor([1], dtype=torch.long))
-        self.register_buffer("observer_enabled", torch.tensor([1], dtype=torch.long))
+        self.register_buffer(
+            "fake_quant_enabled", torch.tensor([1], dtype=torch.long, device=torch.get_default_device())
+        )
+        self.register_buffer("observer_enabled", torch.tensor([1], dtype=torch.long, device=torch.get_default_device()))
         self.is_symmetric_quant = self.qscheme in (torch.per_tensor_symmetric, torch.per_channel_symmetric)
 
     def forward(self, X: Tensor) -> Tensor:

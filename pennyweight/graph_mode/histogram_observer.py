@@ -103,9 +103,12 @@ class HistogramObserver(UniformQuantizationObserverBase):
         pieces = self.bins * self.upsample_rate
         device = histogram.device
         weights = histogram.repeat_interleave(self.upsample_rate) / self.upsample_rate
-        edges = torch.linspace(orig_min, orig_max, pieces + 1, device=orig_min.device)[:-1].to(device)
+        edges = torch.linspace(orig_min, orig_max, pieces + 1, dtype=torch.float32, device=orig_min.device)
+        edges = edges[:-1].to(device)
         middles = edges + 0.5 * ((orig_max - orig_min) / pieces)
-        borders = torch.linspace(update_min, update_max, self.bins + 1, device=update_min.device).to(device)
+        borders = torch.linspace(
+            update_min, update_max, self.bins + 1, dtype=torch.float32, device=update_min.device
+        ).to(device)
         into = (torch.bucketize(middles, borders, right=True) - 1).clamp(0, self.bins - 1)
         return torch.bincount(into, weights=weights, minlength=self.bins)
 
@@ -141,7 +144,7 @@ class HistogramObserver(UniformQuantizationObserverBase):
         first_code = torch.div(begin, step, rounding_mode="floor").clamp(0, last)
         last_code = torch.div(end, step, rounding_mode="floor").clamp(0, last)
         density = self.histogram / width
-        half = torch.tensor(step / 2)
+        half = torch.tensor(step / 2, dtype=torch.float32, device=density.device)
         norm = _integral(begin - (first_code + 0.5) * step, torch.full_like(index, step / 2), density)
         norm = norm + (last_code - first_code - 1) * _integral(-half, half, density)
         norm = norm + _integral(-half, end - (last_code * step + step / 2), density)
@@ -181,8 +184,9 @@ class HistogramObserver(UniformQuantizationObserverBase):
             key = prefix + name
             if key not in state_dict:
                 continue
-            if (version is None or version < 3) and state_dict[key].shape == (0,):  # before version 3: not seen yet
-                state_dict[key] = torch.tensor(empty)
+            old = state_dict[key]
+            if (version is None or version < 3) and old.shape == (0,):  # before version 3: not seen yet
+                state_dict[key] = torch.tensor(empty, dtype=old.dtype, device=old.device)
             setattr(self, name, torch.empty_like(state_dict[key], device=getattr(self, name).device))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 

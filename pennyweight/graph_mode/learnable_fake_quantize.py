@@ -41,8 +41,10 @@ class LearnableFakeQuantize(FakeQuantizeBase):
         assert info.min <= quant_min, f"quant_min out of bound: {quant_min} is not a code of {seen.dtype}"
         assert quant_max <= info.max, f"quant_max out of bound: {quant_max} is not a code of {seen.dtype}"
         self.dtype, self.qscheme, self.ch_axis = seen.dtype, seen.qscheme, getattr(seen, "ch_axis", -1)
-        self.register_buffer("learning_enabled", torch.tensor([0], dtype=torch.uint8))
-        self.register_buffer("eps", torch.tensor([EPS], dtype=torch.float32))
+        self.register_buffer(
+            "learning_enabled", torch.tensor([0], dtype=torch.uint8, device=torch.get_default_device())
+        )
+        self.register_buffer("eps", torch.tensor([EPS], dtype=torch.float32, device=torch.get_default_device()))
         self._initialized = False
 
     def enable_range_learning(self) -> None:

@@ -229,8 +229,9 @@ def _weight(model: GraphModule, node: Node, given: Input) -> AffineQuantizedTens
     act = ActivationSpec(QuantSpec(given.format, None, scale=torch.float32, zero_point=True), "static")
     spec = QuantSpec(INT8, (1, *(-1,) * (codes.ndim - 1)), scale=torch.float32)
     parts = Parts(
-        codes=codes.contiguous(), scale=rows, act_scale=torch.tensor([given.scale], dtype=torch.float32),
-        act_zero_point=torch.tensor([given.zero_point], dtype=torch.float32),
+        codes=codes.contiguous(), scale=rows,
+        act_scale=torch.tensor([given.scale], dtype=torch.float32, device=codes.device),
+        act_zero_point=torch.tensor([given.zero_point], dtype=torch.float32, device=codes.device),
     )  # fmt: skip
     w = AffineQuantizedTensor(parts, spec, tuple(codes.shape), torch.float32, act)
     return pack(w, ("linear" if codes.ndim == 2 else "convolution",), torch.float32)

@@ -149,7 +149,7 @@ class UniformQuantizationObserverBase(ObserverBase):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *rest: Any) -> None:
         if local_metadata.get("version") in (None, 1):  # before version 2, eps was not a buffer
-            state_dict.setdefault(prefix + "eps", torch.tensor([EPS]))
+            state_dict.setdefault(prefix + "eps", torch.tensor([EPS], dtype=torch.float32, device="cpu"))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 

@@ -42,8 +42,10 @@ class FixedQParamsObserver(ObserverBase):
         refuse(is_dynamic, "FixedQParamsObserver doesn't support dynamic quantization")
         super().__init__(dtype=dtype, is_dynamic=is_dynamic, **kwargs)
         self.quant_min, self.quant_max, self.qscheme = quant_min, quant_max, qscheme
-        self.register_buffer("scale", torch.tensor([scale], dtype=torch.float))
-        self.register_buffer("zero_point", torch.tensor([zero_point], dtype=torch.int))
+        self.register_buffer("scale", torch.tensor([scale], dtype=torch.float, device=torch.get_default_device()))
+        self.register_buffer(
+            "zero_point", torch.tensor([zero_point], dtype=torch.int, device=torch.get_default_device())
+        )
 
     def forward(self, X: Tensor) -> Tensor:
         return X

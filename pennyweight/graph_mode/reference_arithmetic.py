@@ -55,10 +55,14 @@ def _layer(model: GraphModule, node: Node) -> None:
         return
     codes, scale, zero_point = x.args[:3]  # type: ignore[union-attr]
     w_codes, w_scale, w_zero_point = w.args[:3]  # type: ignore[union-attr]
-    zero = evaluate(model, w_zero_point, {}) if isinstance(w_zero_point, Node) else torch.tensor(w_zero_point)
-    if bool((zero != 0).any()) or (w.target is DEQUANTIZE_CHANNEL and w.args[3] != 0):  # type: ignore[union-attr]
+    zero = evaluate(model, w_zero_point, {}) if isinstance(w_zero_point, Node) else w_zero_point
+    shifts = bool((zero != 0).any()) if isinstance(zero, torch.Tensor) else zero != 0
+    if shifts or (w.target is DEQUANTIZE_CHANNEL and w.args[3] != 0):  # type: ignore[union-attr]
         return
-    value = evaluate(model, w_scale, {}) if isinstance(w_scale, Node) else torch.tensor(w_scale, dtype=torch.float32)
+    if isinstance(w_scale, Node):
+        value = evaluate(model, w_scale, {})
+    else:  # a scalar on the CPU can be multiplied with tensors anywhere
+        value = torch.tensor(w_scale, dtype=torch.float32, device="cpu")
     rows = value if node.target is _LAYERS[0] or value.ndim == 0 else value.reshape(-1, *(1,) * (_rank(node) - 2))
     call = model.graph.call_function
     bias, others = (rest[0], rest[1:]) if rest else (None, [])

@@ -284,7 +284,7 @@ def scalars_to_constants(model: GraphModule) -> GraphModule:
         for arg in node.args:
             if not isinstance(arg, Node):
                 name = new_name("_tensor_constant_")(model)
-                value = torch.tensor(float(arg), dtype=torch.float32)
+                value = torch.tensor(float(arg), dtype=torch.float32, device=node.meta["val"].device)
                 model.register_buffer(name, value)
                 with model.graph.inserting_before(node):
                     arg = model.graph.create_node("get_attr", name, (), {})

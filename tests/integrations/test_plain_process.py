@@ -35,6 +35,7 @@ CONFIGS = {
     "mx": pw.MXWeightOnlyConfig(),
     "nvfp4": pw.NVFP4WeightOnlyConfig(),
     "fpx": pw.FPXWeightOnlyConfig(),
+    "nvfp4-dynamic": pw.NVFP4DynamicActivationNVFP4WeightConfig(),
     "mx-dynamic": pw.MXDynamicActivationMXWeightConfig(),
     "codebook": pw.CodebookWeightOnlyConfig(bits=2, dim=4),
     "spec": pw.SpecConfig(pw.QuantSpec(pw.get_format("int5"), (16,), torch.float32)),

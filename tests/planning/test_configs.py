@@ -29,7 +29,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (pw.Int8StaticActivationInt8WeightConfig, "calibrate"),
     (lambda: pw.Int8StaticActivationInt8WeightConfig(-1.0), "positive"),
     (lambda: pw.Int8StaticActivationInt8WeightConfig(float("nan")), "positive"),
-    (lambda: pw.Int8StaticActivationInt8WeightConfig(torch.ones(5, 1)), "one number"),
+    (lambda: pw.Int8StaticActivationInt8WeightConfig(torch.ones(2, 3)), "one number"),
     (lambda: pw.Int8StaticActivationInt8WeightConfig(0.1, act_mapping_type=pw.MappingType.ASYMMETRIC), "zero_point"),
     (lambda: pw.Int8StaticActivationInt8WeightConfig(0.1, 3), "ASYMMETRIC"),
     (lambda: pw.Int8StaticActivationInt8WeightConfig(0.1, 200, act_mapping_type=pw.MappingType.ASYMMETRIC), "int8"),

@@ -25,7 +25,6 @@ CASES, TOLERANCE = TABLE["cases"], TABLE["approx_tolerance"]
 TENSORS = load_file(str(GOLDEN / "torchao_0.18.safetensors"))
 FAMILIES = ("int8_wo.", "int8_dyn.", "int8_static.", "intx.", "int8_dyn_int4.", "int4_wo.", "float8_wo.")
 NAMES = [name for name in CASES if name.startswith(FAMILIES)]
-PER_ROW_STATIC = [name for name in NAMES if name.startswith("int8_static.sym_per_row")]
 # torchao rounds the correction for the zero point to the output's dtype before it subtracts it
 TORCHAO_ROUNDS_MORE = [name for name in NAMES if name.startswith("int8_dyn.asym") and name.endswith(("bf16", "f16"))]
 
@@ -91,7 +90,7 @@ def assert_bits(role: str, got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(as_stored(got, want), want, rtol=0, atol=0, msg=lambda m: f"{role}: {m}")
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in PER_ROW_STATIC])
+@pytest.mark.parametrize("name", NAMES)
 def test_weight_bits(name: str) -> None:
     impl = quantized(name).weight.tensor_impl
     for role, got in (("codes", impl.int_data), ("scale", impl.scale), ("zero_point", impl.zero_point)):
@@ -100,7 +99,7 @@ def test_weight_bits(name: str) -> None:
     assert impl.scale.dtype == tensor(name, "scale").dtype
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if "act_codes" in roles(n) and n not in PER_ROW_STATIC])
+@pytest.mark.parametrize("name", [n for n in NAMES if "act_codes" in roles(n)])
 def test_activation_bits(name: str) -> None:
     x, w = source(CASES[name]["inputs"]["x"]), quantized(name).weight
     q = encode_activation(x, w.act, w.act_scale, w.act_zero_point)
@@ -109,14 +108,14 @@ def test_activation_bits(name: str) -> None:
             assert_bits(role, got, tensor(name, role))
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if "output" in roles(n) and n not in PER_ROW_STATIC])
+@pytest.mark.parametrize("name", [n for n in NAMES if "output" in roles(n)])
 def test_output(name: str) -> None:
     layer, x = quantized(name), source(CASES[name]["inputs"]["x"])
     with torch.no_grad():
         got, want = layer(x), tensor(name, "output")
     assert got.dtype == want.dtype
+    kernel = select("linear", case_of(layer.weight, x.dtype))  # one that computes in bfloat16 says so
     if name not in TORCHAO_ROUNDS_MORE:
-        kernel = select("linear", case_of(layer.weight, x.dtype))  # one that computes in bfloat16 says so
         tolerance = max(TOLERANCE[t] for t in (kernel.tolerance, dtype_name(want.dtype)) if t in TOLERANCE)
         assert (got.double() - want.double()).abs().max() <= tolerance * want.abs().max()
     weight, bias = source(CASES[name]["inputs"]["weight"]), layer.bias.detach()
@@ -126,13 +125,8 @@ def test_output(name: str) -> None:
         assert abs(ours - theirs) <= 0.1
     else:  # 240 outputs, each rounded to 8 or 11 bits, scatter either figure about that of the weights alone
         from_weights = sqnr(exact, x.double() @ layer.weight.dequantize(torch.float64).T + bias.double())
-        assert ours >= min(theirs, from_weights) - 0.2
-
-
-@pytest.mark.parametrize("name", PER_ROW_STATIC)
-def test_a_static_scale_per_row_of_the_input_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"one number for the whole input.*dynamic config"):
-        config(name)
+        slack = 0.25  # dB: with static scales per row in bfloat16 the figures are 0.23 apart, in float32 0.1 at most
+        assert ours >= min(theirs, from_weights) - slack
 
 
 @pytest.mark.parametrize("tag", ["f32", "bf16", "f16"])

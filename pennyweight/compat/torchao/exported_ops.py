@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ...core.tracing import in_memory
-from .operators.affine import define
 
 
 def is_exported(weight: Tensor) -> bool:
@@ -17,7 +16,6 @@ def is_exported(weight: Tensor) -> bool:
 
 def fake_quantized_tokens(x: Tensor) -> Tensor:
     """x through int8 with one scale per token, asymmetric, and back, in its dtype."""
-    define()
     ops, block, f32 = torch.ops.torchao, [1] * (x.dim() - 1) + [x.shape[-1]], torch.float32
     scale, zero = ops.choose_qparams_affine(
         x, "ASYMMETRIC", block, torch.int8, -128, 127, torch.finfo(f32).eps, f32, f32
@@ -28,7 +26,6 @@ def fake_quantized_tokens(x: Tensor) -> Tensor:
 
 def int4_values(codes: Tensor, scale: Tensor, zero_point: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
     """Values of int4 codes [N, K] in groups."""
-    define()
     return torch.ops.torchao.dequantize_affine(
         codes, [1, group_size], scale, zero_point, torch.int8, -8, 7, dtype
     )  # fmt: skip

@@ -16,9 +16,10 @@ from ...core.tensor import AffineQuantizedTensor
 from ...planning.configs.integer import INT8_EPS
 from ...planning.granularity import MappingType
 from .class_view import int_codes, ready
-from .exported_ops import define, fake_quantized_tokens, int4_values, is_exported
+from .exported_ops import fake_quantized_tokens, int4_values, is_exported
 from .groupwise import group_quantize_tensor_symmetric, groupwise_affine_quantize_tensor
 from .int4_views import packed_by_aten
+from .operators.affine import define
 from .pre_scaled import PreScaledTensor
 
 __all__ = [

@@ -79,7 +79,8 @@ class VirtualModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                     source, names = self._names(home)
                     if name in names or (home not in REEXPORTS and name in source.__dict__):
                         value = getattr(source, name)
-                        if isinstance(value, type) and hasattr(value, "__dataclass_fields__"):
+                        aliased = self.prefix != self.home
+                        if aliased and isinstance(value, type) and hasattr(value, "__dataclass_fields__"):
                             importlib.import_module(f"{self.home}.configs.assignment").enable(value)
                         setattr(module, name, value)
                         return value

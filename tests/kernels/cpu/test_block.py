@@ -240,7 +240,7 @@ def test_empty_inputs() -> None:
     assert run(compiled(whole(torch.float32)), torch.empty(0, 5, 100)).shape == (0, 5, 100)
 
 
-ASYMMETRIC_STATIC = ActivationSpec(QuantSpec(INT8, (-1,), zero_point=True), "static")
+ASYMMETRIC_STATIC = ActivationSpec(QuantSpec(INT8, None, zero_point=True), "static")
 
 
 def test_static_inputs_with_a_zero_point() -> None:

@@ -47,7 +47,7 @@ class QuantizeTensorToNVFP4Kwargs(QuantizeTensorKwargs):
 
 
 def _one_number(what: str, scale: Tensor) -> Tensor:
-    need(what, scale, (torch.float32, torch.float64, torch.float16, torch.bfloat16))
+    need(what, scale, (torch.float32, torch.float16, torch.bfloat16))
     if scale.numel() != 1:
         raise ValueError(f"{what} must be one number, got {list(scale.shape)}")
     return scale.detach().float().reshape(1)

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..enums import TorchAODType
-from ..exported_ops import define, int4_values, is_exported
+from ..exported_ops import int4_values, is_exported
+from ..operators.affine import define
 from ..primitives import dequantize_affine
 from .deployment import DeployedTable, Deployment, applies, deployment, spec_config
 from .fake_quantize_configs import FakeQuantizeConfigBase, IntxFakeQuantizeConfig
