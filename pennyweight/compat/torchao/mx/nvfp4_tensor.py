@@ -136,6 +136,10 @@ class NVFP4Tensor(View):
             )
         if mm_config is NVFP4MMConfig.DYNAMIC and act_quant_kwargs is None:
             act_quant_kwargs = QuantizeTensorToNVFP4Kwargs()
+        # float64 under that default dtype; files hold float32
+        per_tensor_scale, act_per_tensor_scale = (
+            None if p is None else p.float() for p in (per_tensor_scale, act_per_tensor_scale)
+        )
         scale, codes = nvfp4_quantize(data_hp.detach(), block_size, per_tensor_scale)
         return cls.build(
             codes, scale, block_size, data_hp.dtype, per_tensor_scale, act_per_tensor_scale,
