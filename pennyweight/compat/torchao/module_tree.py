@@ -264,7 +264,8 @@ _ROWS = (
     ("prototype.mx_formats", "nvfp4_tensor", f"{_MX} {_MX_TENSORS} mx.conversion enums"),
     ("prototype.mx_formats", "utils", f"{_MX} mx.scale_layout mx.mx_tensor"),
     ("prototype.qat", ". mx nvfp4", f"{_MX} mx.fake_quantize"),
-    ("prototype.quantization", ". quant_api", f"{_UINTX} {_CONFIGS}"),
+    ("prototype.quantization", ".", f"{_UINTX} {_CONFIGS} algorithms.gguf"),
+    ("prototype.quantization", "quant_api", f"{_UINTX} {_CONFIGS}"),
     ("prototype.quantization.embedding", ". api", "prototype_quantization.embeddings"),
     (
         "prototype.quantization.float8_static_quant",

@@ -95,6 +95,7 @@ def test_qlora_and_low_bit_optimizers_of_torchtune() -> None:
     code = """
     from torchao.dtypes.nf4tensor import NF4Tensor
     from torchao.prototype.low_bit_optim import AdamW8bit
+    shape |= dict(embed_dim=128, num_kv_heads=4, intermediate_dim=256)  # NF4 wants 256 blocks of 64, as torchao does
     model = lora_llama3(**shape, **lora, quantize_base=True)
     set_trainable_params(model, get_adapter_params(model))
     assert sum(isinstance(p, NF4Tensor) for p in model.parameters()) == 14
