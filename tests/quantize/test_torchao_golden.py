@@ -125,7 +125,8 @@ def test_output(name: str) -> None:
         assert abs(ours - theirs) <= 0.1
     else:  # 240 outputs, each rounded to 8 or 11 bits, scatter either figure about that of the weights alone
         from_weights = sqnr(exact, x.double() @ layer.weight.dequantize(torch.float64).T + bias.double())
-        slack = 0.25  # dB: with static scales per row in bfloat16 the figures are 0.23 apart, in float32 0.1 at most
+        # dB; static scales per row in bfloat16: 0.23 apart, in float32 0.1 at most
+        slack = 0.25 if name.startswith("int8_static.sym_per_row") else 0.2
         assert ours >= min(theirs, from_weights) - slack
 
 
