@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import blocks, codebook, quantize_backends
+from . import blocks, codebook, quantize_backends, torchscript
 from .arguments import show
-from .call_site import copied_for_training
+from .call_site import copied_for_training, refuse_legacy_format
 from .errors import ArgumentError, ArgumentTypeError
 from .layouts import READABLE, change_layout, get_layout, portable_layout, unpack_zero_point
 from .numerics import Parts, dequantize, is_permutation, permute_last_axis, quantize, sqnr
@@ -414,6 +414,7 @@ class AffineQuantizedTensor(Tensor):
         return new  # type: ignore[return-value]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        refuse_legacy_format()
         w, layout = self, self.spec.layout
         if get_layout(layout).devices is not None:  # a kernel's packing may differ on another machine
             w = self.to_layout(portable_layout(self.spec))
@@ -623,6 +624,7 @@ def rebuild(
 
     ``layout`` is the original layout; the tensor is repacked to it on this machine if its device supports it.
     """
+    refuse_legacy_format()
     data = json.loads(static)
     if data.get("version") not in range(1, SPEC_VERSION + 1):
         raise ValueError(
@@ -684,3 +686,4 @@ def _check_parts(parts: dict[str, Tensor], spec: QuantSpec, shape: tuple[int, ..
 
 
 torch.serialization.add_safe_globals([rebuild])
+torchscript.guard(AffineQuantizedTensor)

@@ -52,6 +52,12 @@ class FrozenLinear(nn.Linear):
         if not isinstance(self._parameters.get("weight"), AffineQuantizedTensor):
             self.__class__ = type(self).thawed  # type: ignore[assignment]
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What torch.jit.script compiles: the original layer, with the same parameters and hooks."""
+        plain = type(self).thawed.__new__(type(self).thawed)
+        plain.__dict__.update(self.__dict__)
+        return plain
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
         _, _, *state = reduced
