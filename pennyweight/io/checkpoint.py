@@ -224,7 +224,8 @@ def _manifest(file: File, entries: Iterable[tuple[str, Entry]] | None = None) ->
 
 def _check_together(c: Checkpoint) -> None:
     """Check that no name is defined twice across files."""
-    owner: dict[str, int] = dict(c.where)
+    guards = {name for manifest in c.manifests for name, meta in manifest.tensors.items() if meta.guard}
+    owner = {name: i for name, i in c.where.items() if name not in guards}
     for i, manifest in enumerate(c.manifests):
         for name in (*manifest.tensors, *manifest.aliases):
             if name in owner:
