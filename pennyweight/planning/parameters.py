@@ -151,8 +151,9 @@ class Site:
         return (-1,) * (taps + 1) if self.op == "convolution" else (-1,)
 
     def _along_inputs(self, group: int) -> tuple[int, ...]:
-        """The block of ``group`` inputs of one output."""
-        return (group, 1, *(1,) * (len(self.shape) - 2)) if self.op == "transposed_convolution" else (group,)
+        """The block of ``group`` inputs of one output; of a convolution at one position of its kernel."""
+        taps = (1,) * (len(self.shape) - 2)
+        return {"convolution": (group, *taps), "transposed_convolution": (group, 1, *taps)}.get(self.op, (group,))
 
     @property
     def inputs(self) -> int:
@@ -160,9 +161,14 @@ class Site:
         return self.shape[{"convolution": 1, "transposed_convolution": 0}.get(self.op, -1)]
 
     def _groups(self, group: int, on_indivisible: str) -> tuple[int, ...]:
-        if self.op == "convolution":  # whole kernels, for as many input channels as fit into a group
-            channels = largest_divisor(self.shape[1], max(1, group // math.prod(self.shape[2:])))
+        if self.op == "convolution":  # whole kernels; 16 channels of 3x3 are a group of 128, and not 8 of them
+            channels = largest_divisor(self.shape[1], max(1, int(1.25 * group / math.prod(self.shape[2:]))))
             return (channels, *self._channel[1:])
+        return self.standard_block(group, on_indivisible)
+
+    def standard_block(self, group: int, on_indivisible: str = "pad") -> tuple[int, ...]:
+        """The block of exactly ``group`` inputs, as number formats with a fixed block size (MX, NVFP4) define it: along
+        the contracted axis, of a convolution its input channels. Raises Indivisible as :meth:`block` does."""
         k = self.inputs
         if group >= k or k % group == 0 or on_indivisible == "pad":
             return self._along_inputs(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -264,9 +265,21 @@ def _decide(row: PlanRow, config: AOBaseConfig, on_indivisible: str, device: Any
         case = Case(scheme.weight, scheme.act, site.shape, site.dtype, "cpu" if kind == "meta" else kind)
         kernel, row.layout = choose_layout(case, row.ops)
         row.kernel, row.bytes_after = kernel.name, scheme.nbytes(site.shape, row.layout)
+        notes += _larger(row, scheme)
     if row.tied:
         notes.append(f"tied: {', '.join(row.tied)}")
     row.note = "; ".join(notes)
+
+
+def _larger(row: PlanRow, scheme: Scheme) -> list[str]:
+    """That a weight is larger than float, or that one of fewer bits is larger than int8 with a scale per channel."""
+    assert row.site is not None
+    numel, rows = math.prod(row.site.shape), row.site.shape[0]
+    if row.bytes_after > numel * row.site.dtype.itemsize:
+        return [f"{LARGER} float: {8 * row.bytes_after / numel:.1f} bits per weight"]
+    if scheme.weight.format.bits < 8 and row.bytes_after > numel + 4 * rows:
+        return [f"{LARGER} int8: {8 * row.bytes_after / numel:.1f} bits per weight"]
+    return []
 
 
 @lru_cache(maxsize=4096)

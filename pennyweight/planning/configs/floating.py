@@ -149,7 +149,7 @@ class MXWeightOnlyConfig(AOBaseConfig):
         _settle_mx(self, self.weight_dtype)
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
-        block = site.block(PerGroup(self.block_size), on_indivisible)
+        block = site.standard_block(self.block_size, on_indivisible)
         return Scheme(QuantSpec(as_format(self.weight_dtype), block, _MX_SCALE), rule=f"mx_{self.scaling_mode}")
 
 
@@ -169,7 +169,7 @@ class MXDynamicActivationMXWeightConfig(AOBaseConfig):
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         rule, group = f"mx_{self.scaling_mode}", PerGroup(self.block_size)
         act = QuantSpec(as_format(self.activation_dtype), site.activation_block(group), _MX_SCALE)
-        weight = QuantSpec(as_format(self.weight_dtype), site.block(group, on_indivisible), _MX_SCALE)
+        weight = QuantSpec(as_format(self.weight_dtype), site.standard_block(self.block_size, on_indivisible), _MX_SCALE)
         return Scheme(weight, ActivationSpec(act, "dynamic", rule), rule)
 
 
@@ -180,7 +180,7 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
     use_dynamic_per_tensor_scale: bool = True
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
-        block = site.block(PerGroup(16), on_indivisible)
+        block = site.standard_block(16, on_indivisible)
         scale = NVFP4.scale if self.use_dynamic_per_tensor_scale else QuantSpec(E4M3, (1,), scale=None)
         return Scheme(NVFP4.with_(block=block, scale=scale))
 
