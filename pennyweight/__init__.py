@@ -190,7 +190,9 @@ def __getattr__(name: str) -> Any:
             except ModuleNotFoundError as error:
                 if error.name != "transformers":
                     raise
-                text = f"pennyweight.{name} needs transformers: pip install 'pennyweight[hf]'"
+                from .core.extras import install
+
+                text = f"pennyweight.{name} needs transformers: {install('hf')}"
                 raise ImportError(text, name=error.name) from error
             if hasattr(module, name):
                 globals()[name] = value = getattr(module, name)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..core.arguments import ReturnedInPlaceOfModel
 from ..core.data_frame import ANY, FLAG, REAL, TEXT, WHOLE, to_frame
 from ..core.html_table import html_table
 
@@ -97,7 +98,7 @@ class Row:
 
 
 @dataclass(repr=False)
-class Report:
+class Report(ReturnedInPlaceOfModel):
     """One row per parameter in the model's order; tied parameters appear once, under their first name. notes: remarks
     about the whole model.
 

@@ -19,7 +19,7 @@ from ..algorithms.calibration.batches import Batches, read
 from ..algorithms.calibration.journal import Journal
 from ..algorithms.calibration.loop import CollectedStatistics, parse_bytes
 from ..algorithms.solve import Solved, solve, stages
-from ..core.arguments import check_arguments, check_folder, did_you_mean
+from ..core.arguments import ReturnedInPlaceOfModel, check_arguments, check_folder, did_you_mean
 from ..core.errors import ArgumentTypeError
 from ..core.progress import Callback, Progress, ignore, step
 from ..core.tensor import AffineQuantizedTensor
@@ -114,7 +114,7 @@ def quantize_(
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps a module and puts its own prefix on names
     a_class = isinstance(config, type) and not issubclass(config, nn.Module)
-    if a_class or isinstance(config, nn.Module):
+    if a_class or isinstance(config, (nn.Module, ReturnedInPlaceOfModel)):
         raise ArgumentTypeError(not_a_config("config", config))
     if not isinstance(config, (AOBaseConfig, str)) and callable(config):
         if calibration is not None or algorithm is not None:
