@@ -90,6 +90,8 @@ class Comparison:
     cosine       of rows: mean and minimum
     error        |y_q - y| / |y| of all outputs; sqnr: the same in dB
     unmatched    weights that only one model has, or with different shapes: one sentence each
+    wrong        why the second model cannot be the first one quantized: other weights, or the models are exchanged; ""
+    reference    a sentence if weights of the float model are quantized themselves, else ""
     """
 
     kind: str
@@ -106,6 +108,8 @@ class Comparison:
     bytes: int
     layers: tuple[Layer, ...]
     unmatched: tuple[str, ...] = ()
+    wrong: str = ""
+    reference: str = ""
 
     @property
     def quantized(self) -> tuple[Layer, ...]:
@@ -179,7 +183,8 @@ class Comparison:
 
     def summary(self) -> list[tuple[str, str]]:
         """(name, text) of each metric of the whole model."""
-        out = [("compared", f"{self.rows:,} {_THINGS[self.kind]} of {self.sequences:,} sequences")]
+        out = [(name, text) for name, text in (("WRONG", self.wrong), ("reference", self.reference)) if text]
+        out.append(("compared", f"{self.rows:,} {_THINGS[self.kind]} of {self.sequences:,} sequences"))
         if self.kl is not None:
             interval = f" (95 %: {_range(self.kl_interval)})" if self.kl_interval else ""
             spread = f"median {self.kl.median:.3g}, p99 {self.kl.p99:.3g}, max {self.kl.max:.3g}"
@@ -219,7 +224,8 @@ class Comparison:
         facts = dict(self.summary())
         loss = "relative error" if self.kl is None else KL_OF[self.kind]
         some = [f"{loss} {facts[loss]}"] + ([] if self.top1 is None else [f"top-1 agreement {self.top1:.2%}"])
-        return f"<Comparison: {facts['compared']}; {'; '.join(some)}; stored {facts['stored']}>"
+        wrong = f"{self.wrong}; " if self.wrong else ""
+        return f"<Comparison: {wrong}{facts['compared']}; {'; '.join(some)}; stored {facts['stored']}>"
 
     def _repr_html_(self) -> str:
         columns, rows = self._cells(self.layers)
