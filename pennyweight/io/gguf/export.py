@@ -39,7 +39,7 @@ from .mixes import MIXES, PURE, Mix, mix_types
 from .names import read_patterns, to_gguf
 from .quantize import FROM_FLOATS, Blocks, quantize, quantize_native
 from .reader import moved
-from .tokenizer import tokenizer_kv
+from .tokenizer import KEY, NONE, tokenizer_kv
 
 # enum llama_ftype of llama.h: the type of most tensors of a file
 FILE_TYPES = {
@@ -258,7 +258,8 @@ def _metadata(
         tokens, said = tokenizer_kv(folder)
         kv |= tokens
     else:
-        said = ["there is no tokenizer.json; llama.cpp cannot load the file without a tokenizer"]
+        kv[KEY + "model"] = ("STRING", NONE)
+        said = ["there is no tokenizer.json: llama.cpp loads the file for token ids only, not for text"]
     return {key: Value(_kind(kind), value) for key, (kind, value) in kv.items()}, said
 
 
