@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.arguments import ReturnedInPlaceOfModel
 from ..core.data_frame import ANY, FLAG, REAL, TEXT, WHOLE, to_frame
 from ..core.html_table import html_table
+from ..core.text_table import text_table
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -226,28 +226,15 @@ class Report(ReturnedInPlaceOfModel):
         return self._text(layers=full, specs=False)
 
     def _text(self, layers: bool, specs: bool) -> str:
-        from io import StringIO
-
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
         columns, rows = self._cells(layers, specs)
         if len(rows) > LINES and not layers:  # many layers, all of them different
             left = len(rows) - LINES + 1
             more = [f"… {left} lines", *[""] * (len(columns) - 1)]
             rows = [*rows[: LINES - TAIL - 1], more, *rows[-TAIL:]]
         caption = "\n".join((self.summary(), *self.notes, *([] if layers else [_HINT])))
-        table = Table(
-            title=Text(self._title(full=specs)), title_justify="left", caption=Text(caption), caption_justify="left"
+        return text_table(
+            columns, rows, right=_RIGHT, title=self._title(full=specs), caption=caption, drop=_DROP, whole=specs
         )
-        for name in columns:
-            table.add_column(name, justify="right" if name in _RIGHT else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*map(Text, row))  # Text: rich would parse brackets as markup
-        out = StringIO()
-        Console(file=out, width=max(100, shutil.get_terminal_size((150, 50)).columns)).print(table)
-        return out.getvalue()
 
     def _title(self, full: bool) -> str:
         """The config; unless ``full``, a long one without its arguments, such as the layers of a mixture."""
@@ -279,6 +266,7 @@ class Report(ReturnedInPlaceOfModel):
 FOLD_ABOVE = 24
 LINES, TAIL = 60, 10  # of a folded table, and of its end
 _RIGHT = ("shape", "before", "after", "SQNR dB", "error/nearest")
+_DROP = ("kernel", "shape")  # in a narrow terminal
 _TITLE = 120  # characters of a config above a table
 _HINT = "layers are grouped by name; report.to_string(full=True) lists each, report.to_pandas() is a data frame"
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..core.data_frame import ANY, FLAG, REAL, TEXT, WHOLE, to_frame
 from ..core.html_table import html_table
+from ..core.text_table import text_table
 from ..planning.report import size
 from .metrics import Distribution
 
@@ -238,27 +238,14 @@ class Comparison:
 
     def table(self, *, full: bool = True) -> str:
         """Metrics, then layers, worst first; with ``full=False`` only as many as fit on a screen."""
-        from io import StringIO
-
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
         shown = self.layers if full else self.layers[:SHOWN]
-        table = Table(caption=Text(_caption(len(self.layers) - len(shown))), caption_justify="left")
         columns, rows = self._cells(shown)
-        for name in columns:
-            justify: Any = "right" if name in _RIGHT else "left"
-            table.add_column(name, justify=justify, overflow="fold", no_wrap=name.endswith("dB"))
-        for row in rows:
-            table.add_row(*map(Text, row))
-        out = StringIO()
         lines = [f"{what + ':':<24}{figure}" for what, figure in self.summary()]
         lines += [f"not compared: {text}" for text in self.unmatched[:UNMATCHED]]
         if len(self.unmatched) > UNMATCHED:
             lines.append(f"not compared: {len(self.unmatched) - UNMATCHED} more, see .unmatched")
-        Console(file=out, width=max(100, shutil.get_terminal_size((150, 50)).columns)).print(table)
-        return "\n".join(lines) + "\n" + out.getvalue()
+        caption = _caption(len(self.layers) - len(shown))
+        return "\n".join(lines) + "\n" + text_table(columns, rows, right=_RIGHT, caption=caption, drop=("shape",))
 
     def _cells(self, layers: tuple[Layer, ...]) -> tuple[list[str], list[list[str]]]:
         rows = []
