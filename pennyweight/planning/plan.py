@@ -263,6 +263,8 @@ def _decide(row: PlanRow, config: AOBaseConfig, on_indivisible: str, device: Any
         notes.append(f"{list(site.shape)} padded to {[*rows, width]}")
     elif width != site.shape[-1]:
         notes.append(f"{site.shape[-1]} inputs padded to {width}")
+    if scheme.weight.block is not None and len(scheme.weight.block) == 1 and scheme.weight.block[0] > site.shape[-1]:
+        notes.append(f"one group per row of {site.shape[-1]}")
     part = local_tensor(tensor)
     if part is not tensor:
         notes.append(f"quantized in full on each rank, then sharded: {', '.join(map(str, tensor.placements))}")  # type: ignore[attr-defined]

@@ -161,8 +161,9 @@ class Report(ReturnedInPlaceOfModel):
         q, s = len(self.quantized), len(self.skipped)
         before, after = self.bytes_before, self.bytes_after
         line = f"{q} parameters {self.verb}, {s} left alone; {size(before)} -> {size(after)}"
-        if after and before >= after:
-            line += f" ({before / after:.2f}x smaller)" if before >= 1.005 * after else " (same size)"
+        if after and before:
+            larger, ratio = after > before, max(before, after) / min(before, after)
+            line += f" ({ratio:.2f}x {'larger' if larger else 'smaller'})" if ratio >= 1.005 else " (same size)"
         return line + (f"; {len(self.slower)} are slower than float here" if self.slower else "")
 
     def to_dict(self) -> dict[str, Any]:

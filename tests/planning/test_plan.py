@@ -354,6 +354,13 @@ def test_a_block_with_too_many_axes_names_the_shape_of_the_weight() -> None:
         pw.quantize_(nn.Sequential(nn.Linear(288, 10)), config)
 
 
+def test_a_group_larger_than_a_row_and_a_larger_model_are_told() -> None:
+    report = pw.quantize_(nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 8)), "int4")
+    assert [row.note for row in report.quantized] == ["one group per row of 64", "one group per row of 8"]
+    report = pw.quantize_(nn.Linear(8, 8), "int8")
+    assert f"-> {report.bytes_after} B ({report.bytes_after / report.bytes_before:.2f}x larger)" in report.summary()
+
+
 def test_a_report_says_first_that_weights_were_quantized_before() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     assert not pw.quantize_(model, "int4").notes
