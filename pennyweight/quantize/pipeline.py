@@ -182,6 +182,11 @@ class Pipeline:
         with step("quantize_", progress) as self.told, torch.inference_mode(False), torch.no_grad():
             for name in ("spill", "resume"):
                 check_folder(name, getattr(self.options, name), create=name == "resume")
+            if self.options.resume is not None and not self.options.has_recipe:
+                raise PlanError(
+                    "resume keeps the finished blocks of a calibration, and without calibration or algorithm there is "
+                    "none; leave it out"
+                )
             recipe = self._recipe()
             batches = _batches(self.options.calibration, recipe)
             max_ram = None if self.options.max_ram is None else parse_bytes(self.options.max_ram, "max_ram")

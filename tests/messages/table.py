@@ -90,6 +90,7 @@ CALLS: list[Row] = [
     ('pw.quantize_(mlp, "int4", for_="vllm")', PlanError, ("0.weight", "groups of 128", "use 'w4a16'")),
     ('pw.quantize_(mlp, "int4", max_ram="4 giga")', PlanError, ("max_ram", "'4 giga' is not a size", "4GB")),
     ('pw.quantize_(mlp, "int4", spill="nowhere")', ValueError, ("spill='nowhere'", "no such folder", "create it")),
+    ('pw.quantize_(mlp, "int4", resume="out")', PlanError, ("resume keeps", "without calibration", "leave it out")),
     ('pw.quantize_(mlp, "int4", resume="notes.txt")', ValueError, ("resume='notes.txt' is a file", "pass a folder")),
     ('pw.load("saved", mlp, stict=False)', TypeError, ("no argument 'stict'", "did you mean 'strict'")),
     ('pw.load("saved", mlp, dtype="float16")', TypeError, ("dtype must be", "torch.float16", "got 'float16'")),
