@@ -109,6 +109,9 @@ def freeze_(model: nn.Module) -> Report:
                 place.module.__class__ = _frozen(type(place.module))
         name, kind, size = where[0].name, type(where[0].module).__name__, int(w.nbytes)
         stays = dict.fromkeys(r for r in reasons.values() if r)
+        done = [one for one, reason in reasons.items() if not reason]
+        if stays and done:  # a table shared by an embedding and a layer
+            stays = {f"frozen at {', '.join(done)} only": None}
         notes = ["already frozen"] if again else []
         notes += [f"tied: {', '.join(p.name for p in where[1:])}"] if len(where) > 1 else []
         frozen = "" in reasons.values()
