@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pennyweight.algorithms.calibration.block_order import inference_mode
 from pennyweight.algorithms.calibration.batches import Batches, held_out
+from pennyweight.algorithms.calibration.block_order import inference_mode
 from pennyweight.algorithms.calibration.input_hooks import InputHooks
 from pennyweight.algorithms.calibration.loop import HELD_OUT, CalibrationLoop, CollectedStatistics
 from pennyweight.planning.run_batch import run_batch, token_mask
