@@ -29,7 +29,7 @@ class InputHooks(TorchFunctionMode):
 
     weights     id of the tensor -> name
     mask        bool [batch, length]: tokens that count; inputs with another leading shape are used whole
-    unfold      pass inputs of a convolution as patches; else unchanged, as [1, everything else, width]
+    unfold      pass inputs as [groups, tokens, width], those of a convolution as patches; else in their own shape
     look        called with the name for each lookup of rows of a watched weight
     """
 
@@ -48,7 +48,7 @@ class InputHooks(TorchFunctionMode):
             name = self.weights.get(id(found[1])) if found is not None else None
             if found is not None and name is not None:
                 x = self._counting(found[0])
-                self.see(name, found[2](x) if self.unfold else _tokens(x))
+                self.see(name, found[2](x) if self.unfold else x.detach().float())
         table = LOOKUPS[func](args, kwargs) if func in LOOKUPS else None
         if table is not None and id(table) in self.weights:
             self.look(self.weights[id(table)])
