@@ -21,8 +21,8 @@ from .tuners.finetune import improve
 from .tuners.reconstruct import Reconstruct
 
 __all__ = [
-    "ALGORITHMS", "AWQ", "GPTAQ", "GPTQ", "HQQ", "MSE", "STATISTICS", "AccuracyWarning", "Auto", "Bias", "Distill", "Fold", "Importance",
-    "KMeans", "Nearest", "Reconstruct", "Rewrite", "Rotate", "Search", "Smooth", "Solution", "Solver", "Statistic",
-    "Task", "Tune", "Tuner", "calibrate", "improve", "register", "register_statistic", "sample",
-    "search", "sparsify_",
+    "ALGORITHMS", "AWQ", "GPTAQ", "GPTQ", "HQQ", "MSE", "STATISTICS", "AccuracyWarning", "Auto", "Bias", "Distill",
+    "Fold", "Importance", "KMeans", "Nearest", "Reconstruct", "Rewrite", "Rotate", "Search", "Smooth", "Solution",
+    "Solver", "Statistic", "Task", "Tune", "Tuner", "calibrate", "improve", "register", "register_statistic",
+    "sample", "search", "sparsify_",
 ]  # fmt: skip

@@ -31,7 +31,7 @@ from ...planning.configs import (
 from ...planning.granularity import MappingType
 from ...planning.parameters import kind_of
 from ...planning.plan import PlanRow, plan
-from ...planning.run_batch import user_level, run_batch, token_mask
+from ...planning.run_batch import run_batch, token_mask, user_level
 from ...planning.scheme import Scheme
 from .batches import each
 from .block_order import inference_mode

@@ -311,7 +311,7 @@ def test_an_explicit_choice_is_kept() -> None:
 
 @torch.no_grad()
 def test_the_choice_is_that_of_the_error_and_not_of_the_sign() -> None:
-    """Of one sign, but at the far end symmetric about its middle: 0 is in the range, so a zero point gains half of it."""
+    """A range of one sign gains a bit from a zero point, one about 0 nothing."""
     lin = nn.Sequential(nn.Linear(8, 8))
     x = torch.randn(512, 8, generator=torch.Generator().manual_seed(0))
     for data, name in ((x, "SYMMETRIC"), (x.abs(), "ASYMMETRIC"), (-x.abs(), "ASYMMETRIC"), (x + 1.0, "ASYMMETRIC"),
