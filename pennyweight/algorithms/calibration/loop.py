@@ -23,7 +23,7 @@ from .block_order import CalibrationSegment, calibration_segments, inference_mod
 from .input_hooks import InputHooks, require_finite
 from .statistics import STATISTICS, State, Statistic
 
-HELD_OUT = 0.25  # fraction of the data that compares candidates of weights that are multiplied and looked up
+HELD_OUT = 0.125  # fraction of the data that compares candidates of weights that are multiplied and looked up
 
 
 @dataclass

@@ -63,7 +63,7 @@ def test_block_by_block_equals_whole_runs(kind: str) -> None:
     reference, needs = copy.deepcopy(model), ("hessian", "second_moment", "absmax")
     names: set[str] = set()
     for stage, seen in CalibrationLoop(model, linear_weights(model), batches, needs).stages():
-        # of a table that is looked up too, a quarter of the data is for comparisons
+        # of a table that is looked up too, a part of the data is for comparisons
         used = held_out(Batches(batches), HELD_OUT)[0] if any(s.looked_up for s in seen.values()) else batches
         assert (len(used) < len(batches)) == (kind == "t5" and stage == ["lm_head.weight"])
         inputs = whole(reference, used, stage)
