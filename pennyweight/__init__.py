@@ -27,7 +27,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .algorithms import calibrate, improve, sample, search, sparsify_
+    from .algorithms import AccuracyWarning, calibrate, improve, sample, search, sparsify_
     from .core.errors import ArgumentError
     from .core.fallback import FallbackError, FallbackWarning, fallbacks, reset_fallbacks, strict
     from .core.formats import Format, get_format
@@ -58,6 +58,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AOBaseConfig",
     "AOPerModuleConfig",
+    "AccuracyWarning",
     "ActivationSpec",
     "AffineQuantizedTensor",
     "ArgumentError",

@@ -2,7 +2,7 @@
 
 from .base import ALGORITHMS, Rewrite, Solution, Solver, Task, Tuner, register
 from .calibration.batches import sample
-from .calibration.static_ranges import calibrate
+from .calibration.static_ranges import AccuracyWarning, calibrate
 from .calibration.statistics import STATISTICS, Statistic, register_statistic
 from .mixed_precision.search import Search, search
 from .rewrites.awq import AWQ
@@ -21,8 +21,8 @@ from .tuners.finetune import improve
 from .tuners.reconstruct import Reconstruct
 
 __all__ = [
-    "ALGORITHMS", "AWQ", "GPTAQ", "GPTQ", "HQQ", "MSE", "STATISTICS", "Auto", "Bias", "Distill", "Fold", "Importance",
-    "KMeans", "Nearest", "Reconstruct", "Rewrite", "Rotate", "Search", "Smooth", "Solution", "Solver", "Statistic",
-    "Task", "Tune", "Tuner", "calibrate", "improve", "register", "register_statistic", "sample",
-    "search", "sparsify_",
+    "ALGORITHMS", "AWQ", "GPTAQ", "GPTQ", "HQQ", "MSE", "STATISTICS", "AccuracyWarning", "Auto", "Bias", "Distill",
+    "Fold", "Importance", "KMeans", "Nearest", "Reconstruct", "Rewrite", "Rotate", "Search", "Smooth", "Solution",
+    "Solver", "Statistic", "Task", "Tune", "Tuner", "calibrate", "improve", "register", "register_statistic",
+    "sample", "search", "sparsify_",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ def shorten(spec: QuantSpec, act: ActivationSpec | None = None) -> str:
     text = _with_granularity(_format(spec), spec)
     if act is None:
         return text
-    return f"{text}; inputs {_format(act.spec)}" + ("" if act.mode == "dynamic" else f" {act.mode}")
+    return f"{text}; inputs {_format(act.spec)}" + ("" if act.mode == "dynamic" else f" {act.mode}{_asymmetric(act)}")
 
 
 def _with_granularity(name: str, spec: QuantSpec) -> str:
@@ -61,7 +61,12 @@ def describe_activation(act: ActivationSpec) -> str:
         how = f"in groups of {block[0]} columns"
     elif block is not None and len(block) > 1 and block[0] == -1 and len(set(block[1:])) == 1:
         how = {-1: "per sample", 1: "per position"}.get(block[1], how)
-    return f"inputs {act.spec.format} {how}, {act.mode}"
+    return f"inputs {act.spec.format} {how}, {act.mode}{_asymmetric(act)}"
+
+
+def _asymmetric(act: ActivationSpec) -> str:
+    """Of a static activation, because calibration chooses it layer by layer."""
+    return ", asymmetric" if act.mode == "static" and act.spec.zero_point else ""
 
 
 def _granularity(spec: QuantSpec) -> str:

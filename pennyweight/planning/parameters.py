@@ -150,7 +150,7 @@ class Site:
             return (-1, 1, *(-1,) * taps)
         return (-1,) * (taps + 1) if self.op == "convolution" else (-1,)
 
-    def _along_inputs(self, group: int) -> tuple[int, ...]:
+    def along_inputs(self, group: int) -> tuple[int, ...]:
         """The block of ``group`` inputs of one output; of a convolution at one position of its kernel."""
         taps = (1,) * (len(self.shape) - 2)
         return {"convolution": (group, *taps), "transposed_convolution": (group, 1, *taps)}.get(self.op, (group,))
@@ -171,10 +171,10 @@ class Site:
         the contracted axis, of a convolution its input channels. Raises Indivisible as :meth:`block` does."""
         k = self.inputs
         if group >= k or k % group == 0 or on_indivisible == "pad":
-            return self._along_inputs(group)
+            return self.along_inputs(group)
         divisor = largest_divisor(k, group)
         if divisor >= LEAST_GROUP and on_indivisible == "largest_divisor":
-            return self._along_inputs(divisor)
+            return self.along_inputs(divisor)
         remedy = f"group_size={divisor}, or " if divisor >= LEAST_GROUP else ""
         raise Indivisible(
             f"{self.name}: group size {group} does not divide its {k} inputs; "

@@ -19,7 +19,7 @@ from ..distributed.dtensor import local_tensor
 from ..kernels.repack import choose_layout
 from ..kernels.table import Case, case_of, get_kernel, select
 from .config_resolution import EMBEDDINGS, Choice, Filter, Left, PlanError, Rules, Skip, resolve_arguments, rules, skips
-from .configs import AOBaseConfig
+from .configs import AOBaseConfig, FqnToConfig
 from .module_handlers import HANDLERS, PREVIEWS, Handler, module_nbytes, run_handler, takes_parameter_name
 from .parameters import Indivisible, Place, Site, make_site, places
 from .report import LARGER, Latency, Report, Row
@@ -200,7 +200,10 @@ def plan(
             module, tells = choice.place.module, PREVIEWS.get(type(choice.config))
             why = refused.get(id(tensor)) or (tells(module, choice.config)[1] if tells is not None else "")
             choice = choice._replace(config=None, why=why or f"{type(module).__name__}: not selected by default")
-        rows.append(_row(where, tensor, choice, on_indivisible, device))
+        row = _row(where, tensor, choice, on_indivisible, device)
+        if isinstance(config, FqnToConfig) and row.key in config.notes:
+            row.note = "; ".join(filter(None, (row.note, config.notes[row.key])))
+        rows.append(row)
     _check(rows)
     return Plan(config, rows)
 

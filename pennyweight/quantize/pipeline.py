@@ -18,6 +18,7 @@ from ..algorithms import recipe as recipes
 from ..algorithms.calibration.batches import Batches, read
 from ..algorithms.calibration.journal import Journal
 from ..algorithms.calibration.loop import CollectedStatistics, parse_bytes
+from ..algorithms.looked_up import solve_in_model
 from ..algorithms.solve import Solved, solve, stages
 from ..core.arguments import ReturnedInPlaceOfModel, check_arguments, check_folder, did_you_mean
 from ..core.errors import ArgumentTypeError
@@ -295,7 +296,10 @@ class Pipeline:
                 kept = None if journal is None else journal.get(name)
                 _LOG.debug("%s: %s", name, "taken from the interrupted run" if kept is not None else row.scheme)
                 solver = recipe.solver if self.options.has_recipe else None
-                solved = solve(row, solver, seen, device) if kept is None else Solved(*kept)
+                if kept is None:
+                    solved = solve_in_model(self.model, row, solver, seen, batches, device)
+                else:
+                    solved = Solved(*kept)
                 if journal is not None and kept is None:
                     journal.put(name, tuple(solved))
                 was = row.tensor

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -119,7 +120,7 @@ def layers(module: nn.Module, name: str) -> bool:
     return isinstance(module, (nn.Linear, nn.Conv2d))
 
 
-def made(name: str, seed: int = 0) -> nn.Module:
+def made(name: str, seed: int = 0, **options: Any) -> nn.Module:
     """A quantized net, its batch norms folded."""
     torch.manual_seed(seed)
     net = NETS[name]().eval() if name in NETS else Untraceable().eval()
@@ -128,7 +129,7 @@ def made(name: str, seed: int = 0) -> nn.Module:
             nn.init.uniform_(m.weight, 0.5, 1.5)
             m.running_mean.uniform_(-0.2, 0.2)  # type: ignore[union-attr]
     data = [torch.randn(4, 3, 33, 30) for _ in range(2)]
-    config = pw.calibrate(net, data, pw.Int8StaticActivationInt8WeightConfig, filter_fn=layers)
+    config = pw.calibrate(net, data, partial(pw.Int8StaticActivationInt8WeightConfig, **options), filter_fn=layers)
     folds = any(isinstance(m, nn.BatchNorm2d) for m in net.modules())
     pw.quantize_(net, config, calibration=data, algorithm=["fold", "nearest"] if folds else "nearest")
     return net.eval()
@@ -183,12 +184,36 @@ def test_outputs_are_those_of_the_net(name: str, threads: int) -> None:
     assert difference(net(x), want) == 0
 
 
-def test_conv_and_relu_have_the_same_bits() -> None:
-    net = made("groups")
+INPUTS = {
+    "chosen by layer": {},
+    "symmetric": {"act_mapping_type": pw.MappingType.SYMMETRIC},
+    "asymmetric": {"act_mapping_type": pw.MappingType.ASYMMETRIC},
+}
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_conv_and_relu_have_the_same_bits(inputs: str) -> None:
+    net = made("groups", **INPUTS[inputs])
     own = copy.deepcopy(net)
     fused(net)
     x = torch.randn(3, 3, 33, 30)
     assert torch.equal(net(x), own(x))
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("name", NETS)
+def test_chains_take_inputs_with_and_without_zero_points(name: str, inputs: str) -> None:
+    net = made(name, **INPUTS[inputs])
+    own = copy.deepcopy(net)
+    report = fused(net)
+    assert report.rows[0].note.startswith(f"{TAKEN[name]} convolutions in "), report.rows[0].note
+    points = [m.weight.act_zero_point is not None for m in own.modules() if isinstance(m, nn.Conv2d)]
+    assert (any(points), all(points)) == {"symmetric": (False, False), "asymmetric": (True, True)}.get(
+        inputs, (True, all(points))
+    )
+    x = torch.randn(2, 3, 33, 30)
+    assert difference(net(x), own(x)) <= (1e-6 if name in ("groups", "branches") else 2e-3)
+    assert reasons() == []
 
 
 def test_a_report_tells_what_is_left() -> None:
@@ -302,11 +327,11 @@ def test_calls_that_are_not_fused() -> None:
 
 
 def test_changes_are_noticed() -> None:
-    net = made("residual")
+    net = made("residual", **INPUTS["symmetric"])
     fused(net)
     x = torch.randn(2, 3, 33, 30)
     first = net(x)
-    other = made("residual", seed=3)
+    other = made("residual", seed=3, **INPUTS["symmetric"])
     want = other(x)
     net.load_state_dict(other.state_dict())
     assert difference(net(x), want) < 2e-3

@@ -23,12 +23,14 @@ from .input_hooks import InputHooks
 class CalibrationSegment:
     """Weights that are calibrated together, or a chain of blocks that are calibrated one after another.
 
-    sites   names of weights, by block (a single entry if not a chain)
-    blocks  (name, module); empty if not a chain
+    sites       names of weights, by block (a single entry if not a chain)
+    blocks      (name, module); empty if not a chain
+    looked_up   the model also looks up rows of these weights: embedding tables tied to an output layer
     """
 
     sites: list[list[str]]
     blocks: list[tuple[str, nn.Module]] = field(default_factory=list)
+    looked_up: bool = False
 
 
 @contextmanager
@@ -58,12 +60,27 @@ def calibration_segments(model: nn.Module, weights: dict[int, str], batch: Any) 
     """Segments to calibrate, in the model's call order. weights: id -> name.
 
     Weights that the model does not use for this batch are in no segment (another batch may use them: experts of a
-    mixture belong to the segment of their block).
+    mixture belong to the segment of their block). A weight of a block that is also read outside the block comes after
+    all others, because a block that runs alone shows only part of its inputs; so does a weight that is looked up too.
     """
     lists = _lists(model, set(weights.values()))
     trials = [_Trial(name, blocks) for name, blocks in lists]
     called: dict[str, None] = {}
-    with ExitStack() as hooks, InputHooks(weights, lambda name, x: called.setdefault(name), token_mask(batch)):
+    looked: set[str] = set()
+
+    def see(name: str, x: Tensor) -> None:
+        called.setdefault(name)
+        read(name)
+
+    def look(name: str) -> None:
+        looked.add(name)
+        read(name)
+
+    def read(name: str) -> None:
+        for trial in trials:
+            trial.readers.setdefault(name, set()).add(trial.inside)
+
+    with ExitStack() as hooks, InputHooks(weights, see, token_mask(batch), look=look):
         for trial in trials:
             trial.hook(hooks)
         run_batch(model, batch)
@@ -72,18 +89,25 @@ def calibration_segments(model: nn.Module, weights: dict[int, str], batch: Any) 
         inside = any(trial.name.startswith(f"{other.name}.") or other.name == "" for other in chains)
         if trial.holds and not inside:
             chains.append(trial)
-    owner = {name: chain for chain in chains for names in chain.sites(weights) for name in names}
+    several = {name for chain in chains for name in chain.read_elsewhere(weights)} - looked
+    alone = {i: name for i, name in weights.items() if name not in looked and name not in several}
+    owner = {name: chain for chain in chains for names in chain.sites(alone) for name in names}
     found: list[CalibrationSegment] = []
     placed: set[int] = set()
     for name in called:
         chain = owner.get(name)
+        if name in looked or name in several:
+            continue
         if chain is None:
             if not found or found[-1].blocks:
                 found.append(CalibrationSegment([[]]))
             found[-1].sites[0].append(name)
         elif id(chain) not in placed:
             placed.add(id(chain))
-            found.append(CalibrationSegment(chain.sites(weights), chain.blocks))
+            found.append(CalibrationSegment(chain.sites(alone), chain.blocks))
+    for names, looked_up in ((several, False), (looked, True)):
+        late = [name for name in called if name in names]
+        found += [CalibrationSegment([late], looked_up=looked_up)] if late else []
     return found
 
 
@@ -105,6 +129,8 @@ class _Trial:
     def __init__(self, name: str, blocks: list[tuple[str, nn.Module]]) -> None:
         self.name, self.blocks, self.calls, self.good = name, blocks, 0, True
         self.last: Tensor | None = None
+        self.inside: int | None = None  # the block that is running
+        self.readers: dict[str, set[int | None]] = {}  # by weight: the blocks that read it; None: read outside of all
 
     @property
     def holds(self) -> bool:
@@ -121,11 +147,16 @@ class _Trial:
             if i != self.calls or x is None or (i and (self.last is None or not _same(x, self.last))):
                 self.good = False
             self.calls += 1
+            self.inside = i
 
         return hook
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.last = output_tensor(output)
+        self.last, self.inside = output_tensor(output), None
+
+    def read_elsewhere(self, weights: dict[int, str]) -> list[str]:
+        """Weights of a block that something outside the block reads too."""
+        return [n for b, names in enumerate(self.sites(weights)) for n in names if self.readers.get(n, set()) - {b}]
 
     def sites(self, weights: dict[int, str]) -> list[list[str]]:
         return [[n for n in weights.values() if n.startswith(f"{name}.")] for name, _ in self.blocks]

@@ -29,12 +29,16 @@ class InputHooks(TorchFunctionMode):
 
     weights     id of the tensor -> name
     mask        bool [batch, length]: tokens that count; inputs with another leading shape are used whole
-    unfold      pass inputs of a convolution as patches; else unchanged, as [1, everything else, width]
+    unfold      pass inputs as [groups, tokens, width], those of a convolution as patches; else in their own shape
+    look        called with the name for each lookup of rows of a watched weight
     """
 
-    def __init__(self, weights: dict[int, str], see: See, mask: Tensor | None = None, unfold: bool = True) -> None:
+    def __init__(
+        self, weights: dict[int, str], see: See, mask: Tensor | None = None, unfold: bool = True,
+        look: Callable[[str], object] = lambda name: None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.weights, self.see, self.mask, self.unfold = weights, see, mask, unfold
+        self.weights, self.see, self.mask, self.unfold, self.look = weights, see, mask, unfold, look
 
     def __torch_function__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -44,7 +48,10 @@ class InputHooks(TorchFunctionMode):
             name = self.weights.get(id(found[1])) if found is not None else None
             if found is not None and name is not None:
                 x = self._counting(found[0])
-                self.see(name, found[2](x) if self.unfold else _tokens(x))
+                self.see(name, found[2](x) if self.unfold else x.detach().float())
+        table = LOOKUPS[func](args, kwargs) if func in LOOKUPS else None
+        if table is not None and id(table) in self.weights:
+            self.look(self.weights[id(table)])
         if func in COMPOSITE:  # it multiplies weights inside
             with self:
                 return COMPOSITE[func](*args, **kwargs)
@@ -144,6 +151,15 @@ READERS: dict[Any, Callable[[Any, Any], Any]] = {
     torch.conv2d: _convolution(2),
     torch.conv3d: _convolution(3),
     **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), _positions),
+}
+
+# Functions that read rows of a weight, not products with it: (args, kwargs) -> the weight
+LOOKUPS: dict[Any, Callable[[Any, Any], Any]] = {
+    **dict.fromkeys((F.embedding, F.embedding_bag), lambda args, kwargs: _argument(args, kwargs, 1, "weight")),
+    torch.embedding: lambda args, kwargs: _argument(args, kwargs, 0, "weight"),
+    **dict.fromkeys(
+        (torch.index_select, Tensor.index_select), lambda args, kwargs: _argument(args, kwargs, 0, "input")
+    ),
 }
 
 

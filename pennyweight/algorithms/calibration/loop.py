@@ -18,17 +18,25 @@ from ...planning.config_resolution import PlanError
 from ...planning.report import nbytes_of, size
 from ...planning.run_batch import run_batch, token_mask
 from .activation_cache import ActivationCache, Rest, advance_block, capture_block_inputs, run_block
+from .batches import Batches, held_out
 from .block_order import CalibrationSegment, calibration_segments, inference_mode
 from .input_hooks import InputHooks, require_finite
 from .statistics import STATISTICS, State, Statistic
 
+HELD_OUT = 0.125  # fraction of the data that compares candidates of weights that are multiplied and looked up
+
 
 @dataclass
 class CollectedStatistics:
-    """Finished statistics of one weight's inputs: by name [G, K, K] or [G, K]; and the number of tokens per group."""
+    """Finished statistics of one weight's inputs: by name [G, K, K] or [G, K]; and the number of tokens per group.
+
+    looked_up   the model also looks up rows of the weight; then the statistics are without the batches, or rows of a
+                single batch, that :func:`.batches.held_out` sets aside for :data:`HELD_OUT`
+    """
 
     stats: dict[str, Tensor] = field(default_factory=dict)
     tokens: int = 0
+    looked_up: bool = False
 
 
 Stage = tuple[list[str], dict[str, CollectedStatistics]]
@@ -67,18 +75,22 @@ class CalibrationLoop:
                 if segment.blocks:
                     yield from self._chain(segment)
                 else:
-                    yield segment.sites[0], self._whole(segment.sites[0])
+                    yield segment.sites[0], self._whole(segment.sites[0], segment.looked_up)
 
-    def _whole(self, names: list[str]) -> dict[str, CollectedStatistics]:
+    def _whole(self, names: list[str], looked_up: bool) -> dict[str, CollectedStatistics]:
         """Statistics from running the whole model. No float inputs are available here, so paired ones are omitted."""
+        batches = held_out(Batches(self.batches), HELD_OUT)[0] if looked_up else self.batches
         collector = _Collector(self._of(names), self.single)
         if self.known.issuperset(names):
             return collector.finish()
         with step("collecting statistics") as told:
-            for i, batch in enumerate(self.batches, 1):
+            for i, batch in enumerate(batches, 1):
                 collector.run(lambda batch=batch: run_batch(self.model, batch), token_mask(batch))
-                told(i, len(self.batches), "")
-        return collector.finish()
+                told(i, len(batches), "")
+        found = collector.finish()
+        for seen in found.values():
+            seen.looked_up = looked_up
+        return found
 
     def _chain(self, segment: CalibrationSegment) -> Iterator[Stage]:
         with tempfile.TemporaryDirectory(dir=self.spill) as folder:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import math
+import warnings
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +31,14 @@ from ...planning.configs import (
 from ...planning.granularity import MappingType
 from ...planning.parameters import kind_of
 from ...planning.plan import PlanRow, plan
-from ...planning.run_batch import run_batch, token_mask
+from ...planning.run_batch import run_batch, token_mask, user_level
 from ...planning.scheme import Scheme
 from .batches import each
 from .block_order import inference_mode
 from .input_hooks import InputHooks, require_finite
 from .statistics import HISTOGRAM, Bins, State, bins
+
+GAIN = 0.9  # a zero point has to lower the squared error by a tenth: it is one more number per layer in files
 
 # Per static config: the fields of scale and zero point, and whether its other fields select a zero point
 _STATIC: dict[type, tuple[str, str | None, Callable[[Mapping[str, Any]], bool]]] = {
@@ -77,6 +81,15 @@ def calibrate(
                 under the last two
     progress    a bar after two seconds by default; False: none; or a function, called with (done, total, name)
 
+    Inputs of Int8StaticActivationInt8WeightConfig get a zero point, layer by layer, where that has less than
+    :data:`GAIN` of the squared error on this data and the same kernel runs; unless the class or partial is given
+    ``act_mapping_type``, or an instance, which has one. Reports say "static, asymmetric" of these.
+
+    Warns (AccuracyWarning, also a note in the report) of layers whose tokens differ so much in size that one integer
+    scale for all loses most of the small ones: root mean square over tokens of |x - Q(x)| / |x| above :data:`LOST`, and
+    above :data:`TIMES` what dynamic scales, one per token, have. Both are estimated from the step of the codes as
+    step sqrt(n / 12) / |x| over the n elements that are not 0, at most 1.
+
     Runs the float model once over the data. Raises PlanError with the names of layers that no input reached.
     """
     if method not in METHODS:
@@ -85,27 +98,66 @@ def calibrate(
     check_number("calibrate: percentile", percentile)
     if not 50 < percentile <= 100:
         raise PlanError(f"calibrate: percentile must be above 50 and at most 100, got {percentile}")
-    make = _maker(config)
-    todo = plan(model, make(1.0, 0), filter_fn)
-    rows = {row.name: row for row in todo.rows if row.scheme is not None and row.scheme.act is not None}
+    makers = [_maker(one) for one in _mappings(config)]
+    plans = [_with_static_inputs(model, make, filter_fn) for make in makers]
+    rows = plans[0]
     weights = {name: row.tensor for name, row in rows.items() if row.tensor is not None}
-    seen = observe_ranges(model, weights, batches, progress)
+    sizes = {name: TokenSizes(row) for name, row in rows.items()}
+    seen = observe_ranges(model, weights, batches, progress, sizes)
     table: dict[str, AOBaseConfig | None] = {}
+    notes: dict[str, str] = {}
     for name, row in rows.items():
-        assert row.scheme is not None
-        assert row.scheme.act is not None
-        act = row.scheme.act
-        way = "minmax" if method in ("mse", "histogram") and not act.has_fixed_range else method
-        p = range_qparams(METHODS[way](seen[name], act, percentile), act)
-        assert p.scale is not None
-        table[_key(row)] = make(float(p.scale), 0 if p.zero_point is None else int(p.zero_point))
-    return FqnToConfig(table)
+        options = [
+            (_settled(seen[name], p[name], method, percentile), make)
+            for p, make in zip(plans, makers, strict=True)
+            if p[name].kernel == row.kernel
+        ]
+        chosen = options[0]
+        for other in options[1:]:
+            chosen = other if other[0].error < GAIN * chosen[0].error else chosen
+        (scale, zero_point, _), make = chosen
+        table[_key(row)] = make(scale, zero_point)
+        note = sizes[name].warning(scale)
+        notes |= {_key(row): note} if note else {}
+    if notes:
+        text = "; ".join(f"{name}: {note}" for name, note in notes.items())
+        warnings.warn(f"calibrate: {text}; {REMEDY}", AccuracyWarning, stacklevel=user_level())
+    return FqnToConfig(table).with_notes({name: f"{note}; {REMEDY}" for name, note in notes.items()})
+
+
+def _with_static_inputs(
+    model: nn.Module, make: Callable[[float, int], AOBaseConfig], filter_fn: Filter | None
+) -> dict[str, PlanRow]:
+    rows = plan(model, make(1.0, 0), filter_fn).rows
+    return {row.name: row for row in rows if row.scheme is not None and row.scheme.act is not None}
+
+
+class _Settled(NamedTuple):
+    """Parameters of a static input, and the squared error of the observed values."""
+
+    scale: float
+    zero_point: int
+    error: float
+
+
+def _settled(b: Bins, row: PlanRow, method: str, percentile: float) -> _Settled:
+    assert row.scheme is not None
+    assert row.scheme.act is not None
+    act = row.scheme.act
+    way = "minmax" if method in ("mse", "histogram") and not act.has_fixed_range else method
+    ends = METHODS[way](b, act, percentile)
+    p = range_qparams(ends, act)
+    assert p.scale is not None
+    error = _squared_error(b, act, ends) if act.has_fixed_range else 0.0
+    return _Settled(float(p.scale), 0 if p.zero_point is None else int(p.zero_point), error)
 
 
 def observe_ranges(
-    model: nn.Module, weights: Mapping[str, Tensor], batches: Any, progress: Progress = None
-) -> dict[str, Bins]:
-    """Histograms of the inputs multiplied by these weights, by the given names. The model is not changed.
+    model: nn.Module, weights: Mapping[str, Tensor], batches: Any, progress: Progress = None,
+    sizes: Mapping[str, TokenSizes] | None = None,
+) -> dict[str, Bins]:  # fmt: skip
+    """Histograms of the inputs multiplied by these weights, by the given names; ``sizes`` also observe them. The model
+    is not changed.
 
     Raises PlanError for weights that no input reached, ValueError for inputs that are not finite.
     """
@@ -114,6 +166,8 @@ def observe_ranges(
     def see(name: str, x: Tensor) -> None:
         require_finite(name, x)
         states[name] = HISTOGRAM.update(states.get(name) or HISTOGRAM.init(1, 1), x.reshape(1, -1, 1).cpu())
+        if sizes is not None:
+            sizes[name].update(x)
 
     ids = {id(tensor): name for name, tensor in weights.items()}
     total = len(batches) if isinstance(batches, Sized) else 0  # 0: an iterator, whose end is not known
@@ -160,23 +214,24 @@ def _percentile(b: Bins, act: ActivationSpec, percentile: float) -> tuple[float,
     return max(b.least, float(b.middles[low]) - b.width / 2), min(b.greatest, float(b.middles[high]) + b.width / 2)
 
 
-def _mse(b: Bins, act: ActivationSpec, percentile: float) -> tuple[float, float]:
-    """Tries fractions of the range: of both ends together, then of each end alone."""
+def _squared_error(b: Bins, act: ActivationSpec, ends: tuple[float, float]) -> float:
+    """Sum of (Q(x) - x)^2 over the observed values, each at the middle of its bin."""
     where = b.counts > 0
     middles, counts = b.middles[where].float(), b.counts[where]
+    parts = quantize(middles, act.spec, params=range_qparams(ends, act))
+    return float((counts * (dequantize(parts, act.spec, middles.shape) - middles).double().square()).sum())
 
-    def error(ends: tuple[float, float]) -> float:
-        parts = quantize(middles, act.spec, params=range_qparams(ends, act))
-        return float((counts * (dequantize(parts, act.spec, middles.shape) - middles).double().square()).sum())
 
+def _mse(b: Bins, act: ActivationSpec, percentile: float) -> tuple[float, float]:
+    """Tries fractions of the range: of both ends together, then of each end alone."""
     best = (b.least, b.greatest)
-    least = error(best)
+    least = _squared_error(b, act, best)
     shares = [2.0 ** (-i / 16) for i in range(1, 129)]  # down to 1/256 of the range
     for low, high in ((True, True), (True, False), (False, True)):
         start = best
         for share in shares if act.spec.zero_point or (low and high) else ():
             ends = (start[0] * share if low else start[0], start[1] * share if high else start[1])
-            found = error(ends)
+            found = _squared_error(b, act, ends)
             if found < least:
                 best, least = ends, found
     return best
@@ -262,7 +317,87 @@ METHODS: dict[str, Callable[[Bins, ActivationSpec, float], tuple[float, float]]]
 }
 
 
+# -- tokens of different sizes -----------------------------------------------------------------------------------------
+
+LOST, TIMES = (
+    0.15,
+    4.0,
+)  # of resemblyzer's LSTM and of MiniLM, whose outputs static inputs spoil and do not (docs/log.md)
+REMEDY = "use dynamic int8 inputs there, Int8DynamicActivationInt8WeightConfig"
+_OCTAVE = 4  # bins of the mean square per factor of two
+_LEAST_SIZE, _MOST_SIZE = -150 * _OCTAVE, 150 * _OCTAVE
+
+
+class AccuracyWarning(UserWarning):
+    """A quantization that loses much more than another of the same size."""
+
+
+class TokenSizes:
+    """How much integer codes of a layer's inputs lose, token by token, with one scale for all and with one for each.
+
+    A token is a row; of a convolution a sample, of a transposed one a position: what a dynamic scale covers.
+    """
+
+    def __init__(self, row: PlanRow) -> None:
+        assert row.site is not None
+        assert row.scheme is not None
+        assert row.scheme.act is not None
+        self.op, self.rank, spec = row.site.op, len(row.site.shape), row.scheme.act.spec
+        applies = spec.format.kind == "int" and row.scheme.act.mode == "static" and spec.block is None
+        self.steps = float(spec.format.hi - spec.format.lo) if applies else 0.0
+        # Tokens by the mean square of their elements other than 0, and the sum of the dynamic errors
+        self.counts = torch.zeros(_MOST_SIZE - _LEAST_SIZE + 1, dtype=torch.float64, device="cpu")
+        self.dynamic = 0.0
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        """[tokens, elements]."""
+        if self.op == "convolution":
+            return x.flatten(1) if x.ndim == self.rank else x.reshape(1, -1)
+        x = x.movedim(1 - self.rank, -1) if self.op == "transposed_convolution" else x
+        return x.reshape(-1, x.shape[-1])
+
+    def update(self, x: Tensor) -> None:
+        if not self.steps or not x.numel():
+            return
+        x = self._tokens(x)
+        used = (x != 0).sum(1)
+        some = used > 0
+        x, used = x[some], used[some].double()
+        square = x.double().square().sum(1) / used
+        at = (square.log2() * _OCTAVE).round().clamp(_LEAST_SIZE, _MOST_SIZE).long() - _LEAST_SIZE
+        self.counts += torch.bincount(at.cpu(), minlength=len(self.counts))
+        step = x.abs().amax(1).double() * 2 / self.steps
+        self.dynamic += float((step.square() / 12 / square).clamp(max=1).sum())
+
+    def warning(self, scale: float) -> str:
+        """A note if one scale, with this step, loses much more than scales of their own; else ""."""
+        count = float(self.counts.sum())
+        if not count:
+            return ""
+        sizes = torch.arange(_LEAST_SIZE, _MOST_SIZE + 1, dtype=torch.float64, device="cpu") / _OCTAVE
+        static = math.sqrt(float((self.counts * (scale**2 / 12 / 2.0**sizes).clamp(max=1)).sum()) / count)
+        dynamic = math.sqrt(self.dynamic / count)
+        if not (static > LOST and static > TIMES * dynamic):
+            return ""
+        what = "sample" if self.op == "convolution" else "position" if self.op == "transposed_convolution" else "token"
+        return (
+            f"its static input scale loses {static:.0%} of an input {what} (root mean square), dynamic scales "
+            f"{dynamic:.1%}"
+        )
+
+
 # -- configs -----------------------------------------------------------------------------------------------------------
+
+
+def _mappings(config: Any) -> list[Any]:
+    """The config; of a static int8 config without ``act_mapping_type`` also the one with a zero point."""
+    cls = config.func if isinstance(config, partial) else config
+    if cls is not Int8StaticActivationInt8WeightConfig:
+        return [config]
+    given = inspect.signature(cls).bind_partial(*config.args, **config.keywords).arguments if config is not cls else {}
+    if "act_mapping_type" in given:
+        return [config]
+    return [config, partial(config, act_mapping_type=MappingType.ASYMMETRIC)]
 
 
 def _maker(config: Any) -> Callable[[float, int], AOBaseConfig]:

@@ -25,7 +25,8 @@ from ...planning.run_batch import run_batch
 from .. import recipe as recipes
 from ..calibration.batches import read
 from ..calibration.block_order import inference_mode
-from ..solve import solve, stages
+from ..looked_up import solve_in_model
+from ..solve import stages
 from ..tuners import losses
 from .budget import (
     Base,
@@ -260,7 +261,8 @@ def _solve(
     weights = {name: options[0] for name, options in rows.items()}
     for names, seen in stages(model, weights, solver, batches, optional=False):
         for name in names:
-            solved[name] = [solve(row, solver, seen.get(name)).weight.to_layout(_packed(row)) for row in rows[name]]
+            found = [solve_in_model(model, row, solver, seen.get(name), batches).weight for row in rows[name]]
+            solved[name] = [w.to_layout(_packed(row)) for w, row in zip(found, rows[name], strict=True)]
             told(len(solved), len(rows), f"solving {name}")
     return {name: solved[name] for name in rows}
 

@@ -20,7 +20,15 @@ from .hadamard import mean_preserving_rotation, rotation
 from .online_hadamard import RotatedLinear, rotate_inputs_, undo_
 from .residual_stream import ResidualStream, find_stream
 from .spinquant import learn_rotation
-from .verify_rewrite import HeldOutCheck, SavedTensors, float_outputs, probe_batch, relative_difference, tolerance
+from .verify_rewrite import (
+    HeldOutCheck,
+    SavedTensors,
+    float_outputs,
+    probe_batch,
+    relative_difference,
+    schemes_by_name,
+    tolerance,
+)
 
 
 @register("rotate")
@@ -143,6 +151,7 @@ class _Change:
         tensors = [t for gain, readers in s.norms for t in (*gain.tensors(), *_of(readers))]
         tensors += [*_of(s.writers), *(module._parameters[p] for _, module, p in s.parameters)]  # type: ignore[list-item]
         tensors += [t for c in self.heads for t in c.tensors()]
+        schemes = schemes_by_name(self.model, target)  # before tables are untied
         reached = {r.name for _, readers in s.norms for r in readers} | {r.name for c in self.heads for r in c.readers}
         left = [n for n in target if options.online and n not in reached and n.endswith("weight")]
         tensors += [self.model.get_parameter(n) for n in left]
@@ -166,7 +175,7 @@ class _Change:
             else (mean_preserving_rotation if s.centred else rotation)(s.width, options.seed)
         )
         if options.learn:
-            q, notes[""] = learn_rotation(self.model, s, q, target, batches, options.learn, options.rate)
+            q, notes[""] = learn_rotation(self.model, s, q, schemes, batches, options.learn, options.rate)
         done: set[int] = set()
         for r in (r for _, readers in s.norms for r in readers):
             if id(r.weight) not in done:

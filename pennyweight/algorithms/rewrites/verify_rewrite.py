@@ -92,6 +92,15 @@ def tolerance(model: nn.Module) -> float:
 # -- held-out divergence -----------------------------------------------------------------------------------------------
 
 
+def schemes_by_name(model: nn.Module, target: Mapping[str, Scheme | None]) -> dict[str, Scheme | None]:
+    """``target`` under every name of each parameter: it has a tied one under one name, and a rewrite may untie it."""
+    found = dict(target)
+    for where in places(model):
+        known = [target[p.name] for p in where if p.name in target]
+        found.update((p.name, known[0]) for p in where if known)
+    return found
+
+
 class HeldOutCheck:
     """The divergence (:mod:`~pennyweight.algorithms.tuners.losses`) of a model, rounded to nearest, from its float
     state at construction.
@@ -104,7 +113,7 @@ class HeldOutCheck:
     """
 
     def __init__(self, model: nn.Module, target: Mapping[str, Scheme | None], guard: Sequence[Any]) -> None:
-        self.model, self.target, self.guard = model, target, guard
+        self.model, self.target, self.guard = model, schemes_by_name(model, target), guard
         self.rounded: dict[int, tuple[Tensor, AffineQuantizedTensor]] = {}  # id of a float weight -> itself, rounded
         self.room = KEPT // max(1, len(guard))
         with inference_mode(model):

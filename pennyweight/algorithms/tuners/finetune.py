@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +20,9 @@ from ...planning.config_resolution import PlanError
 from ...planning.parameters import Place, places
 from ...planning.report import Report, Row
 from ..base import Tuner
-from ..calibration.batches import read
-from ..calibration.loop import CalibrationLoop, CollectedStatistics
+from ..calibration.batches import Batches, held_out, read
+from ..calibration.loop import HELD_OUT, CalibrationLoop, CollectedStatistics
+from ..looked_up import Trial, add_lookups, divergences, lookup_ratio
 from ..solvers.gptq import inverse_cholesky, quantize_columns
 from ..solvers.qparam_grid import QParamGrid, expand_blocks
 from ..solvers.refinement import BestCandidate, refit_and_descend
@@ -76,7 +78,9 @@ def improve(
         weights = {id(w): name for name, (_, w, _) in found.items()}
         for names, seen in CalibrationLoop(model, weights, batches, ("hessian",)).stages():
             for name in names:
-                rows[name] = _improve(*found[name], seen.get(name, CollectedStatistics()), sweeps, damping)
+                it = seen.get(name, CollectedStatistics())
+                improved = _improve_looked_up if it.looked_up and it.stats else _improve
+                rows[name] = improved(*found[name], it, sweeps, damping, model, batches)
                 told(len(rows), len(found), name)
         for name in found.keys() - rows.keys():
             where, w, _ = found[name]
@@ -94,6 +98,7 @@ def _improve(
     seen: CollectedStatistics,
     sweeps: int,
     damping: float,
+    *_: Any,
 ) -> Row:
     hessian = seen.stats.get("hessian")
     why = "no calibration data" if hessian is None else "" if w.ndim == 2 else f"has {w.ndim} axes"
@@ -133,6 +138,31 @@ def _improve(
         place.set(value)
     before, after = float(first.sum()), float(best.error.sum())
     return _row(where, new, new.error(original), after / before if before > 0 else 1.0, "")
+
+
+def _improve_looked_up(
+    where: list[Place], w: AffineQuantizedTensor, original: Tensor, seen: CollectedStatistics, sweeps: int,
+    damping: float, model: nn.Module, batches: Sequence[Any],
+) -> Row:  # fmt: skip
+    """Of a weight that the model multiplies and looks up: for both, and kept if the outputs of the model get closer to
+    those with the float weight on held-out data (see :mod:`pennyweight.algorithms.looked_up`)."""
+    data, guard = held_out(Batches(batches), HELD_OUT)
+    if not guard:
+        return _row(where, w, None, None, "looked up too, and one sample leaves no held-out data; unchanged")
+    tensor = where[0].get()
+    ratio = lookup_ratio(model, tensor, w, seen.stats, data, original=original, transposed=w.axes is not None)
+    if not math.isfinite(ratio):
+        return _row(where, w, None, None, "looked up too, and its products have no effect; unchanged")
+    row = _improve(where, w, original, add_lookups(seen, ratio), sweeps, damping)
+    new = where[0].get()
+    before, after = divergences(model, new, [Trial(w), Trial(new)], guard, original)
+    text = f"held-out divergence {before:.3g} -> {after:.3g}"
+    if after < before:
+        row.note = f"improved for its products and lookups; {text}"
+        return row
+    for place in where:
+        place.set(tensor)
+    return _row(where, w, None, None, f"looked up too, {text}; unchanged")
 
 
 def _stored(part: Any, kind: Any, shape: tuple[int, ...]) -> Tensor | None:

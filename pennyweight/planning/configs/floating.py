@@ -229,7 +229,7 @@ class NF4WeightOnlyConfig(AOBaseConfig):
             return Scheme(NF4_BLOCK.with_(block=block))
         scale = NF4_DOUBLE.scale
         assert isinstance(scale, QuantSpec)
-        return Scheme(NF4_DOUBLE.with_(block=block, scale=scale.with_(block=(self.scaler_block_size,))))
+        return Scheme(NF4_DOUBLE.with_(block=block, scale=scale.with_(block=site.along_inputs(self.scaler_block_size))))
 
 
 # Names of torchao before 0.10; kept for compatibility.

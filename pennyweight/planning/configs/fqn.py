@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...core.arguments import show
 from ...core.errors import ArgumentTypeError
@@ -25,7 +26,11 @@ class FqnToConfig(AOBaseConfig):
     None leaves the match unquantized; a string is the short name of a config ("int8", "int4:64"). ``_default`` applies
     to linear modules that no key matches, ``_embeddings`` to embeddings that no key matches, and to output layers tied
     to them.
+
+    notes   remarks by key for the report, such as those of :func:`pennyweight.calibrate`; not stored in files
     """
+
+    notes: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     fqn_to_config: Mapping[str, AOBaseConfig | None] = field(default_factory=dict)
     module_fqn_to_config: Mapping[str, AOBaseConfig | None] = field(default_factory=dict)
@@ -63,6 +68,12 @@ class FqnToConfig(AOBaseConfig):
 
     def __eq__(self, other: object) -> bool:  # the order of the keys counts: the first match wins
         return isinstance(other, FqnToConfig) and [*self.fqn_to_config.items()] == [*other.fqn_to_config.items()]
+
+    def with_notes(self, notes: Mapping[str, str]) -> FqnToConfig:
+        """The same config with remarks by key."""
+        new = replace(self)
+        object.__setattr__(new, "notes", dict(notes))
+        return new
 
     def __hash__(self) -> int:
         return hash(tuple(self.fqn_to_config.items()))

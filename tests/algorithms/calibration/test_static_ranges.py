@@ -47,7 +47,8 @@ def error(x: Tensor, act: ActivationSpec, method: str) -> float:
 def test_minmax_by_hand() -> None:
     model, data = network(), batches()
     hidden = torch.cat([model[1](model[0](x)) for x in data])
-    config = pw.calibrate(model, data, pw.Int8StaticActivationInt8WeightConfig, "minmax")
+    symmetric = partial(pw.Int8StaticActivationInt8WeightConfig, act_mapping_type=pw.MappingType.SYMMETRIC)
+    config = pw.calibrate(model, data, symmetric, "minmax")
     scales = {name: c.act_quant_scale for name, c in config.fqn_to_config.items()}
     assert scales == pytest.approx({
         "0": float(torch.cat(data).abs().max()) / 127.5, "2": float(hidden.abs().max()) / 127.5
@@ -142,7 +143,8 @@ def test_histogram_is_torch_ao_s(kind: str) -> None:
 def test_constant_and_zero_inputs(method: str) -> None:
     for value in (0.0, 0.7, -3.0):
         model = nn.Sequential(nn.Linear(4, 4))
-        config = pw.calibrate(model, [torch.full((3, 4), value)], pw.Int8StaticActivationInt8WeightConfig, method)
+        symmetric = partial(pw.Int8StaticActivationInt8WeightConfig, act_mapping_type=pw.MappingType.SYMMETRIC)
+        config = pw.calibrate(model, [torch.full((3, 4), value)], symmetric, method)
         scale = config.fqn_to_config["0"].act_quant_scale
         assert scale > 0
         if value:
@@ -240,3 +242,149 @@ def test_static_activations_under_weights_that_gptq_chose() -> None:
         assert q[2].weight.act_scale.item() == pytest.approx(config.fqn_to_config["2"].act_scale)
         errors.append(float((q(x) - model(x)).square().mean()))
     assert errors[1] < 0.8 * errors[0]
+
+
+# -- symmetric or asymmetric, layer by layer ---------------------------------------------------------------------------
+
+STATIC = pw.Int8StaticActivationInt8WeightConfig
+
+
+def mappings(config: pw.FqnToConfig) -> dict[str, str]:
+    return {name: c.act_mapping_type.name for name, c in config.fqn_to_config.items()}
+
+
+def convolutions() -> nn.Sequential:
+    """Inputs that are normal, then outputs of ReLU."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1),
+    ).eval()  # fmt: skip
+
+
+def every(module: nn.Module, name: str) -> bool:
+    return isinstance(module, (nn.Linear, nn.Conv2d))
+
+
+def images(seed: int = 1) -> list[Tensor]:
+    return list(torch.randn(4, 4, 3, 12, 12, generator=torch.Generator().manual_seed(seed)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", METHODS)
+def test_a_zero_point_where_it_lowers_the_error(method: str) -> None:
+    model = convolutions()
+    config = pw.calibrate(model, images(), STATIC, method, filter_fn=every)
+    assert mappings(config) == {"0": "SYMMETRIC", "2": "ASYMMETRIC", "4": "ASYMMETRIC"}
+    errors = {}
+    data = torch.cat(images(2))
+    for name, how in (
+        ("chosen", STATIC),
+        ("symmetric", partial(STATIC, act_mapping_type=pw.MappingType.SYMMETRIC)),
+        ("asymmetric", partial(STATIC, act_mapping_type=pw.MappingType.ASYMMETRIC)),
+    ):
+        quantized = copy.deepcopy(model)
+        chosen = pw.calibrate(model, images(), how, method, filter_fn=every)
+        report = pw.quantize_(quantized, chosen)
+        rows = {row.name: row for row in report.quantized}
+        assert ("static, asymmetric" in rows["2.weight"].scheme_text) == (name != "symmetric")
+        assert ("inputs int8 static, asymmetric" in rows["2.weight"].scheme_short) == (name != "symmetric")
+        errors[name] = float((quantized(data) - model(data)).norm())
+    assert errors["chosen"] < 0.9 * errors["symmetric"]
+    assert errors["chosen"] < 1.1 * errors["asymmetric"]
+
+
+def test_an_explicit_choice_is_kept() -> None:
+    model = convolutions()
+    kinds = pw.MappingType
+    for how, name in (
+        (partial(STATIC, act_mapping_type=kinds.SYMMETRIC), "SYMMETRIC"),
+        (partial(STATIC, act_mapping_type=kinds.ASYMMETRIC), "ASYMMETRIC"),
+        (STATIC(act_quant_scale=1.0), "SYMMETRIC"),
+        (STATIC(act_quant_scale=1.0, act_quant_zero_point=0, act_mapping_type=kinds.ASYMMETRIC), "ASYMMETRIC"),
+    ):
+        assert set(mappings(pw.calibrate(model, images(), how, filter_fn=every)).values()) == {name}
+    reduced = pw.calibrate(model, images(), partial(STATIC, reduce_range=True), filter_fn=every)
+    assert mappings(reduced)["2"] == "ASYMMETRIC"
+    assert all(c.reduce_range for c in reduced.fqn_to_config.values())
+
+
+@torch.no_grad()
+def test_the_choice_is_that_of_the_error_and_not_of_the_sign() -> None:
+    """A range of one sign gains a bit from a zero point, one about 0 nothing."""
+    lin = nn.Sequential(nn.Linear(8, 8))
+    x = torch.randn(512, 8, generator=torch.Generator().manual_seed(0))
+    for data, name in ((x, "SYMMETRIC"), (x.abs(), "ASYMMETRIC"), (-x.abs(), "ASYMMETRIC"), (x + 1.0, "ASYMMETRIC"),
+                       (x.sign(), "SYMMETRIC")):  # fmt: skip
+        assert mappings(pw.calibrate(lin, [data], STATIC))["0"] == name
+
+
+# -- inputs that one scale spoils --------------------------------------------------------------------------------------
+
+
+def loud_and_quiet(spread: float, seed: int = 0) -> Tensor:
+    """Frames [8, 50, 16] of powers whose sizes differ by powers of ten, as those of mel filters do."""
+    g = torch.Generator().manual_seed(seed)
+    size = 10 ** (spread * torch.randn(8, 50, 1, generator=g))
+    return size * torch.randn(8, 50, 16, generator=g).square()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm, self.out = nn.LSTM(16, 32, batch_first=True), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.lstm(x)[0][:, -1])
+
+
+@torch.no_grad()
+def test_tokens_that_one_scale_loses_are_told() -> None:
+    model = Recurrent().eval()
+    data = [loud_and_quiet(1.5)]
+    with pytest.warns(
+        pw.AccuracyWarning, match=r"calibrate: lstm.weight_ih_l0: its static input scale loses \d+% of"
+    ) as w:
+        config = pw.calibrate(model, data, STATIC)
+    assert len(w) == 1
+    assert w[0].filename == __file__
+    assert "dynamic int8 inputs there, Int8DynamicActivationInt8WeightConfig" in str(w[0].message)
+    static, dynamic = copy.deepcopy(model), copy.deepcopy(model)
+    report = pw.quantize_(static, config)
+    notes = {row.name: row.note for row in report.rows}
+    assert "its static input scale loses" in notes["lstm.weight_ih_l0"]
+    assert "Int8DynamicActivationInt8WeightConfig" in notes["lstm.weight_ih_l0"]
+    assert not any("loses" in note for name, note in notes.items() if name != "lstm.weight_ih_l0")
+    pw.quantize_(dynamic, pw.Int8DynamicActivationInt8WeightConfig())
+    x = loud_and_quiet(1.5, seed=9)
+    lost = [float((m(x) - model(x)).norm() / model(x).norm()) for m in (static, dynamic)]
+    assert lost[0] > 4 * lost[1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spread", [0.0, 0.3])
+def test_tokens_of_similar_sizes_are_not(spread: float) -> None:
+    model, data = Recurrent().eval(), [loud_and_quiet(spread)]
+    assert not pw.calibrate(model, data, STATIC).notes  # a warning is an error here
+
+
+def test_what_a_scale_loses_by_hand() -> None:
+    """Half of the tokens are below half a step, which become 0; the others keep nearly everything."""
+    layer = nn.Sequential(nn.Linear(64, 4))
+    x = torch.rand(200, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    x[::2] *= 1e-4
+    with pytest.warns(pw.AccuracyWarning, match="loses 71% of an input token"):  # sqrt(1 / 2)
+        pw.calibrate(layer, [x], STATIC)
+
+
+@torch.no_grad()
+def test_samples_of_a_convolution_have_scales_of_their_own() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    x = torch.randn(6, 3, 8, 8)
+    x[::2] *= 1e-4
+    with pytest.warns(pw.AccuracyWarning, match="loses 71% of an input sample"):
+        pw.calibrate(model, [x], STATIC, filter_fn=every)
+    within = torch.randn(6, 3, 8, 8)
+    within[:, 1] *= 1e-4  # a dynamic scale per sample loses these channels too
+    assert not pw.calibrate(model, [within], STATIC, filter_fn=every).notes
