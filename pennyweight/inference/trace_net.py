@@ -8,6 +8,7 @@ the two methods of :class:`_Copy`.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from functools import partial
 from types import MethodType, new_class
@@ -62,6 +63,21 @@ class _Tracer(fx.Tracer):
         if self.is_leaf_module(m, path):
             return self.create_proxy("call_module", path, args, kwargs)
         return forward(*args, **kwargs)
+
+    def create_proxy(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_strangers()
+        return super().create_proxy(*args, **kwargs)
+
+    def _refuse_strangers(self) -> None:
+        """Raise if a module that is no part of the root makes the call, such as one in a global variable: its changes
+        would not be noticed. Only modules that are a part of it have a ``__call__`` that sees this."""
+        frame = sys._getframe(2)
+        while frame.f_code is not _Tracer.record.__code__ and frame.f_back is not None:
+            names = frame.f_code.co_varnames
+            first = frame.f_locals.get(names[0]) if names else None
+            if issubclass(type(first), nn.Module):
+                self.path_of_module(self.copies.get(id(first), first))  # type: ignore[arg-type]
+            frame = frame.f_back
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):

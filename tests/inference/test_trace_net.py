@@ -161,6 +161,16 @@ def test_layers_are_followed_wherever_a_module_holds_them() -> None:
         assert torch.equal(fx.Interpreter(net, graph=graph).run(x), net(x))
 
 
+def test_a_function_that_holds_a_layer_is_followed() -> None:
+    net: Any = nn.Sequential(nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU()))
+    own = net[0]
+    own.forward = lambda x: own[0](x) + own[1](x)
+    graph = trace(net)
+    with torch.no_grad():
+        x = torch.randn(2, 3, 4, 4)
+        assert torch.equal(fx.Interpreter(net, graph=graph).run(x), net(x))
+
+
 def test_hooks_of_accelerate_are_followed() -> None:
     hooks = pytest.importorskip("accelerate.hooks")
 
@@ -206,6 +216,19 @@ class Outside(nn.Module):
         return self.layers[0](x)
 
 
+ACTIVATION = nn.LeakyReLU()
+
+
+class Global(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return ACTIVATION(x)
+
+
+class Fresh(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.LeakyReLU(0.2).forward(x)
+
+
 class Branching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x if float(x.sum()) > 0 else -x
@@ -218,7 +241,7 @@ class Rooted(nn.Module):
         return x / math.sqrt(x.shape[1])
 
 
-@pytest.mark.parametrize("kind", [Outside, Branching, Rooted])
+@pytest.mark.parametrize("kind", [Outside, Global, Fresh, Branching, Rooted])
 def test_what_cannot_be_traced_is_refused(kind: type[nn.Module]) -> None:
     with pytest.raises(Refusal, match=r"torch\.fx cannot trace it"):
         trace(nn.Sequential(kind()))
