@@ -90,8 +90,10 @@ class _Tracer(fx.Tracer):
 
     def copy_of(self, module: nn.Module, kind: type | None = None) -> Any:
         if id(module) not in self.copies:
-            self.copies[id(module)] = copy = object.__new__(self._class(kind or type(module)))
-            copy.__dict__.update({name: self._copied(value) for name, value in module.__dict__.items()})
+            copy: Any = object.__new__(self._class(kind or type(module)))
+            self.copies[id(module)] = copy
+            # a tuple, because another thread may add an attribute meanwhile
+            copy.__dict__.update({name: self._copied(value) for name, value in tuple(module.__dict__.items())})
         return self.copies[id(module)]
 
     def _class(self, kind: type) -> type:
@@ -108,11 +110,12 @@ class _Tracer(fx.Tracer):
         kind = type(value)
         if kind is list or kind is dict or kind is OrderedDict:
             if id(value) not in self.copies:
-                self.copies[id(value)] = copy = kind()
+                copy: Any = kind()
+                self.copies[id(value)] = copy
                 if kind is list:
-                    copy.extend(map(self._copied, value))
+                    copy.extend(map(self._copied, tuple(value)))
                 else:
-                    copy.update({key: self._copied(part) for key, part in value.items()})
+                    copy.update({key: self._copied(part) for key, part in tuple(value.items())})
             return self.copies[id(value)]
         if kind is tuple:
             return tuple(map(self._copied, value))

@@ -2,6 +2,7 @@
 
 import ast
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -97,6 +98,45 @@ def test_other_threads_call_modules_while_fuse_traces(monkeypatch: pytest.Monkey
     assert not isinstance(met[1], Exception), met[1]
     assert all(torch.equal(a, b) if isinstance(b, Tensor) else a == b for a, b in zip(met[1], wanted, strict=True))
     assert seen_by_all() == before
+
+
+@NATIVE
+def test_threads_get_right_results_while_another_fuses_their_model() -> None:
+    torch.manual_seed(0)
+    net = quantized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)))
+    other = nn.Sequential(nn.Linear(5, 4), nn.Sequential(nn.ReLU(), nn.LayerNorm(4))).eval()
+    x, z = torch.randn(2, 3, 12, 11), torch.randn(3, 5)
+    stop, wrong, calls = threading.Event(), [], []
+    with torch.no_grad():
+        wanted = net(x), other(z)
+
+    def call() -> None:
+        with torch.no_grad():
+            while not stop.is_set():
+                try:
+                    wrong.extend(m for m, y in zip("no", wanted, strict=True) if not torch.equal(use[m](), y))
+                except Exception as error:
+                    wrong.append(repr(error))
+                calls.append(1)
+
+    use = {"n": lambda: net(x), "o": lambda: other(z)}
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(10):
+            pw.fuse_(net, x)
+            assert isinstance(net, FusedConvNet)
+            pw.thaw_(net)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+    assert wrong == []
+    assert calls
 
 
 @NATIVE
