@@ -50,7 +50,8 @@ def solve_in_model(
     """:func:`.solve.solve`; of a weight that is multiplied and looked up the best of three on held-out data: solved for
     both, solved for its products, rounded to nearest.
 
-    batches     the data of the statistics; an eighth of it is held out of those of such weights
+    batches     the data of the statistics; an eighth of it is held out of those of the candidates, and the best is then
+                solved again with all of it
     Compared is the divergence of the model's outputs (see :mod:`.tuners.losses`) from those with this weight in float,
     all other weights as they are now. The model is not changed. All ranks of torch.distributed get the same weight.
     """
@@ -71,10 +72,8 @@ def solve_in_model(
         ratio = lookup_ratio(model, tensor, nearest.weight, seen.stats, data, transposed=row.site.transposed)
         if not math.isfinite(ratio):
             return nearest._replace(note="rounded to nearest: looked up too, and its products have no effect")
-        candidates = {
-            "solved for its products and lookups": solve(row, solver, add_lookups(seen, ratio), device),
-            "solved for its products": solve(row, solver, seen, device),
-        }
+        ratios = {"solved for its products and lookups": ratio, "solved for its products": 0.0}
+        candidates = {text: solve(row, solver, add_lookups(seen, r), device) for text, r in ratios.items()}
     else:
         candidates = {"": solve(row, solver, seen, device)}
     rounded, *found = divergences(model, tensor, [Trial(s.weight) for s in (nearest, *candidates.values())], guard)
@@ -83,6 +82,9 @@ def solve_in_model(
     if least >= rounded:
         return nearest._replace(note=f"rounded to nearest: looked up too, {text}")
     note, solved = [*candidates.items()][found.index(least)]
+    if seen is not None and seen.everything is not None:
+        del candidates
+        solved = solve(row, solver, add_lookups(seen.everything, ratios[note]), device)
     return solved._replace(note="; ".join(filter(None, (solved.note, note, text))))
 
 

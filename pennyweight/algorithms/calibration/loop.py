@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,13 @@ class CollectedStatistics:
 
     looked_up   the model also looks up rows of the weight; then the statistics are without the batches, or rows of a
                 single batch, that :func:`.batches.held_out` sets aside for :data:`HELD_OUT`
+    everything  then those of all data
     """
 
     stats: dict[str, Tensor] = field(default_factory=dict)
     tokens: int = 0
     looked_up: bool = False
+    everything: CollectedStatistics | None = None
 
 
 Stage = tuple[list[str], dict[str, CollectedStatistics]]
@@ -79,7 +81,13 @@ class CalibrationLoop:
 
     def _whole(self, names: list[str], looked_up: bool) -> dict[str, CollectedStatistics]:
         """Statistics from running the whole model. No float inputs are available here, so paired ones are omitted."""
-        batches = held_out(Batches(self.batches), HELD_OUT)[0] if looked_up else self.batches
+        found = self._run(names, self.batches)
+        if not looked_up:
+            return found
+        part = self._run(names, held_out(Batches(self.batches), HELD_OUT)[0])
+        return {name: replace(part[name], looked_up=True, everything=found[name]) for name in part}
+
+    def _run(self, names: list[str], batches: Sequence[Any]) -> dict[str, CollectedStatistics]:
         collector = _Collector(self._of(names), self.single)
         if self.known.issuperset(names):
             return collector.finish()
@@ -87,10 +95,7 @@ class CalibrationLoop:
             for i, batch in enumerate(batches, 1):
                 collector.run(lambda batch=batch: run_batch(self.model, batch), token_mask(batch))
                 told(i, len(batches), "")
-        found = collector.finish()
-        for seen in found.values():
-            seen.looked_up = looked_up
-        return found
+        return collector.finish()
 
     def _chain(self, segment: CalibrationSegment) -> Iterator[Stage]:
         with tempfile.TemporaryDirectory(dir=self.spill) as folder:
