@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import pennyweight as pw
-from pennyweight.planning.report import LARGER
 from pennyweight.algorithms.base import Solution, Task
 from pennyweight.algorithms.solvers.gptq import GPTAQ, GPTQ
 from pennyweight.algorithms.solvers.rtn import Nearest
+from pennyweight.planning.report import LARGER
 from tests.algorithms.models import bert
 from tests.algorithms.models import deep_mlp as mlp
 from tests.algorithms.models import padded_tokens as tokens
