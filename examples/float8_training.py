@@ -3,7 +3,7 @@
 A small Llama learns the sources of the standard library byte by byte. Weights, gradients and optimizer stay in high
 precision; the three products of each linear layer round their inputs.
 
-    pip install "pennyweight[hf]"
+    pip install ".[hf]"
     python examples/float8_training.py
 """
 

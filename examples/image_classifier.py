@@ -2,7 +2,7 @@
 
 A small convolution net is trained here first, on scikit-learn's handwritten digits.
 
-    pip install pennyweight scikit-learn
+    pip install . scikit-learn
     python examples/image_classifier.py
 """
 

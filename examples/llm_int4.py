@@ -3,7 +3,7 @@
 A small Llama is trained here first, byte by byte, on the sources of Python's standard library. With your own model,
 replace `trained_model` by `AutoModelForCausalLM.from_pretrained(...)`, and `batches` by tokenized text.
 
-    pip install "pennyweight[hf,search]"
+    pip install ".[hf,search]"
     python examples/llm_int4.py OUT_DIR
 """
 

@@ -2,7 +2,7 @@
 
 The base model is trained here first, byte by byte, on Python sources; the adapters then learn the English of `help()`.
 
-    pip install "pennyweight[hf]" peft
+    pip install ".[hf]" peft
     python examples/lora_4bit.py
 """
 

@@ -2,7 +2,7 @@
 
 A small network learns the sources of Python's standard library: to predict a byte from the 16 before it.
 
-    pip install pennyweight
+    pip install .
     python examples/low_bit_optimizer.py
 """
 

@@ -3,7 +3,7 @@
 The model is a small Mixtral with random weights, so that nothing is downloaded. With your own, use
 `AutoModelForCausalLM.from_pretrained(...)`; `pw.plan(model, CONFIG)` shows what the patterns below select.
 
-    pip install "pennyweight[hf]"
+    pip install ".[hf]"
     python examples/moe.py
 """
 

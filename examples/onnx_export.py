@@ -2,7 +2,7 @@
 
 For transformers text models, `pennyweight export-onnx MODEL_DIR model.onnx` is enough.
 
-    pip install "pennyweight[onnx]"
+    pip install ".[onnx]"
     python examples/onnx_export.py model.onnx
 """
 

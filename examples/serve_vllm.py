@@ -3,7 +3,7 @@
 Without MODEL_DIR the model is a small random Llama. With your own, a folder or Hub id, the command line is enough:
 `pennyweight quantize MODEL_DIR small --config w8a8 --for vllm; pennyweight convert small OUT_DIR --for vllm`.
 
-    pip install "pennyweight[hf]"        # and vllm, on the machine that serves
+    pip install ".[hf]"        # and vllm, on the machine that serves
     python examples/serve_vllm.py OUT_DIR [--model MODEL_DIR] [--run]
 """
 

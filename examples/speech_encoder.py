@@ -3,7 +3,7 @@
 The weights are random, so that nothing is downloaded: the error says how close int8 is, not how well it transcribes.
 With your own model: `WhisperForConditionalGeneration.from_pretrained(...).model.encoder`.
 
-    pip install "pennyweight[hf]"
+    pip install ".[hf]"
     python examples/speech_encoder.py
 """
 

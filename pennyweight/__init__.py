@@ -1,6 +1,15 @@
 # ruff: noqa: F405
 """Pennyweight: quantization of PyTorch models.
 
+    plan, quantize_, dequantize_     what would be quantized; quantize in place; undo
+    recommend, search                the fastest config that fits; the best mixture within a budget
+    calibrate                        static scales of inputs
+    save, load, open, convert        files: our own, and those of other libraries
+    compare, verify, golden          what was lost; whether a file still computes the same
+    freeze_, fuse_, explain          faster calls, and which kernel runs
+
+Each has a docstring; the pages of docs/ begin with docs/index.md.
+
 What happens is recorded by :mod:`logging`, under loggers of the modules' names: INFO for what a function did (quantized
 layers, kernel library, fallbacks to dequantized weights, resumed runs, loaded and saved files), DEBUG for each layer.
 Nothing is shown unless the program asks for it::
@@ -191,7 +200,9 @@ def __getattr__(name: str) -> Any:
             except ModuleNotFoundError as error:
                 if error.name != "transformers":
                     raise
-                text = f"pennyweight.{name} needs transformers: pip install 'pennyweight[hf]'"
+                from .core.extras import install
+
+                text = f"pennyweight.{name} needs transformers: {install('hf')}"
                 raise ImportError(text, name=error.name) from error
             if hasattr(module, name):
                 globals()[name] = value = getattr(module, name)
@@ -205,7 +216,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_HOMES})
+    own = {name for name, value in globals().items() if getattr(value, "__name__", "").startswith(f"{__name__}.")}
+    return sorted({*own, *__all__, *_HOMES, "__version__", "__doc__", "__all__", "__path__", "__file__", "__name__"})
 
 
 if not _is_command():

@@ -24,6 +24,10 @@ def _register_with_transformers() -> None:
     import_module(".integrations.transformers_entry", _PACKAGE).register()
 
 
+def _register_with_accelerate() -> None:
+    import_module(".integrations.accelerate", _PACKAGE).register()
+
+
 def _register_torchao_reader() -> None:
     from .io.detect_format import EXTERNAL_READERS, ExternalReader
 
@@ -55,6 +59,8 @@ show_weights(nn.Module)
 after_import("transformers.pytorch_utils", lambda: show_weights(import_module("transformers.pytorch_utils").Conv1D))
 after_import("transformers.quantizers.auto", _register_with_transformers)
 after_import("diffusers.quantizers.auto", lambda: import_module(".integrations.diffusers", _PACKAGE))
+after_import("accelerate.utils.modeling", _register_with_accelerate)
+after_import("torch.onnx", lambda: import_module(".export.torch_onnx", _PACKAGE).explain_failures())
 distributed_hooks.load_with(lambda: import_module(".distributed.dispatch", _PACKAGE))
 # Tables of lower layers with entries from higher ones, filled as soon as their module is imported
 after_import(f"{_PACKAGE}.io.detect_format", _register_torchao_reader)

@@ -119,6 +119,13 @@ def test_every_file_has_a_floor_and_a_name() -> None:
     assert [str(file) for file in FILES if file.stem == "utils"] == []
 
 
+def test_dir_lists_what_users_call() -> None:
+    names = [name for name in dir(pennyweight) if not name.startswith("_")]
+    assert {"quantize_", "save", "PennyweightConfig"} <= set(names)
+    assert not {"os", "sys", "logging", "Any", "TYPE_CHECKING", "import_module", "annotations"} & set(names)
+    assert "quantize_" in (pennyweight.__doc__ or "").split("logging")[0]
+
+
 PROBE = """
 import json, pathlib, sys
 import torch

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 import pennyweight as pw
 from benchmarks import overview
 from benchmarks.models.page import MEASURED, all_verdicts
+from pennyweight.core.extras import EXTRAS
+from pennyweight.core.spec import SPECS
 from tests.integrations.small import float_folder, quantized, tokenizer
 from tests.io.hub_server import Hub
 
@@ -64,18 +67,28 @@ def test_all_snippets_in_order_in_a_new_process(model_hub: Hub, tmp_path: Path) 
     assert "2.weight" in done.stdout
 
 
+def block_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse imports of what only other extras than those of the README's installation bring."""
+    found = re.findall(r'^pip install "\.\[(.*)\]"', README, re.M)
+    assert len(found) == 1
+    for extra in EXTRAS.keys() - set(found[0].split(",")) - {"hub"}:  # transformers needs huggingface_hub
+        for package in EXTRAS[extra]:
+            monkeypatch.setitem(sys.modules, package, None)
+
+
 def test_the_commands_run(model_hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a model on the Hub in the place of org/model."""
+    """With a small model under the name on the Hub, and none of the packages that the installation leaves out."""
     from pennyweight.cli import main
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("import os\n" * 50)
+    (tmp_path / "README.md").write_text(README[:2000], encoding="utf-8")
+    block_packages(monkeypatch)
     lines = [line for line in README.splitlines() if line.startswith("pennyweight ")]
     assert [line.split()[1] for line in lines] == ["quantize", "report", "convert"]
     # rows of 256, which K-quants need
     folder = float_folder(tmp_path / "source", vocab_size=259, hidden_size=256, intermediate_size=256)
     tokenizer(folder)
-    model_hub.add("org/model", {f.name: f.read_bytes() for f in folder.iterdir()})
+    model_hub.add(MODEL, {f.name: f.read_bytes() for f in folder.iterdir()})
     for line in lines:
         monkeypatch.setattr(sys, "argv", shlex.split(line.partition(" #")[0]))
         with pytest.raises(SystemExit) as ended:
@@ -96,18 +109,53 @@ def table(after: str) -> list[list[str]]:
 
 
 def test_accuracy_is_that_of_the_measured_page() -> None:
-    found = overview.points(overview.ACCURACY.read_text(encoding="utf-8"))
-    bits, ours, others = (row[1:] for row in table("in 10⁻³ nats"))
-    for size, own, other in zip(map(float, bits), map(float, ours), map(float, others), strict=True):
+    page = overview.ACCURACY.read_text(encoding="utf-8")
+    found = overview.points(page)
+    bits, ours, recipes, others = (row[1:] for row in table("in 10⁻³ nats"))
+    named = {"search, tune": "mixed {:.4g} auto tune", "auto, distill": "int4 g128 zero point auto distill"}
+    for size, own, recipe, other in zip(map(float, bits), map(float, ours), recipes, map(float, others), strict=True):
         mine = [p.kl for p in found if p.family == overview.OURS and abs(p.bits - size) < 0.005]
         best = min(p.kl for p in found if p.family != overview.OURS and p.bits <= size + 0.35)
         assert own == pytest.approx(1e3 * min(mine), abs=0.006)
         assert other == pytest.approx(1e3 * best, abs=0.006)
+        name, _, seconds = recipe.partition(": ")
+        measured = row(page, f"pennyweight {named[name].format(size)}")
+        assert float(measured[1]) == pytest.approx(1e-3 * own, abs=6e-6)
+        assert seconds == f"{measured[-1]} s"
+
+
+def row(page: str, name: str) -> list[str]:
+    """Cells after the name, of the language model's weights."""
+    line = next(line for line in page.splitlines() if line.startswith((f"| {name} |", f"| **{name}** |")))
+    return [cell.strip() for cell in line.strip("| ").split("|")][1:]
+
+
+def test_the_plain_call_is_that_of_the_measured_page() -> None:
+    """``"int4"`` on a bfloat16 model is the scheme of the row, as the bits say."""
+    page = overview.ACCURACY.read_text(encoding="utf-8")
+    ours, bits, theirs = re.findall(r"has ([\d.]+) at ([\d.]+) bits \(torchao's int4: ([\d.]+)\)", README)[0]
+    for value, name in ((ours, "pennyweight int4 g128 tinygemm"), (theirs, "torchao int4 g128 tinygemm (prototype)")):
+        measured = row(page, name)
+        assert (float(bits), float(value)) == (float(measured[0]), pytest.approx(1e3 * float(measured[1])))
+    model = torch.nn.Sequential(torch.nn.Linear(256, 64, dtype=torch.bfloat16))
+    pw.quantize_(model, "int4")
+    assert model[0].weight.spec.with_(layout="plain") == SPECS["tinygemm"]
+
+
+def test_the_picture_says_what_it_shows() -> None:
+    said = re.search(r"the lowest curve from ([\d.]+) to ([\d.]+) bits", README)
+    assert said is not None
+    start, end = map(float, said.groups())
+    front = overview.front(overview.points(overview.ACCURACY.read_text(encoding="utf-8")))
+    own = [p.bits for p in front if p.family == overview.OURS]
+    assert (start, end) == (pytest.approx(own[0], abs=0.05), own[-1])
+    assert not [p for p in front if p.family != overview.OURS and own[0] <= p.bits <= own[-1]]
 
 
 CASES = (
-    (("MiniLM 1x128", 8), ("MiniLM 32x128", 8)),
-    (("ResNet-18, 1 image", 8), ("MobileNetV2, 1 image", 8)),
+    (("MiniLM 1x16", 8), ("MiniLM 1x128", 8), ("MiniLM 32x128", 8)),
+    (("ResNet-18, 1 image", 8), ("MobileNetV2, 1 image", 8), ("ResNet-50, 16 images", 8)),
+    (("Whisper-tiny encoder", 8),),
     (("Llama 0.85B, prompt of 128", 4), ("Llama 0.85B, decode at 128", 4),
      ("Llama 0.85B, decode at 128, 8 sequences", 4)),
 )  # fmt: skip
@@ -115,14 +163,17 @@ CASES = (
 
 def test_speed_is_that_of_the_measured_rows() -> None:
     verdicts = {(v.case, v.bits): v for v in all_verdicts(json.loads(MEASURED.read_text(encoding="utf-8")))}
-    rows = table("Speed of whole models")[1:]
+    rows = table("of whole models")[1:]
     for row, cases in zip(rows, CASES, strict=True):
         to_float, to_peer = ([float(x) for x in re.findall(r"\d+\.\d+", cell)] for cell in row[1:])
         assert to_float == [pytest.approx(verdicts[case].ours.x_float, abs=0.051) for case in cases], row
         assert to_peer == [pytest.approx(verdicts[case].ratio, abs=0.0051) for case in cases], row
-    names = re.search(r"in (\d+) cases", README)
-    assert names is not None
-    assert int(names[1]) == len([v for v in verdicts.values() if v.ratio is not None])
+        lost = [x for x in to_peer if x < 1]
+        assert [x for x in to_peer if f"**{x:.2f}**" in README] == lost
+    ratios = [v.ratio for v in verdicts.values() if v.ratio is not None]
+    lost = sum(ratio < 1 for ratio in ratios)
+    assert f"in {len(ratios)} cases, {lost} of them below 1" in README
+    assert f"there are {lost} of them in {len(ratios)}" in README
 
 
 def test_serving_is_that_of_the_measured_page() -> None:
@@ -133,9 +184,10 @@ def test_serving_is_that_of_the_measured_page() -> None:
     }
     theirs = {"int4": "vLLM int4", "int8": "vLLM int8 (W8A8)"}
     ours = {"int4": "pennyweight int4", "int8": "pennyweight int8-dynamic"}
-    for name, *ratios in table("Serving the same Llama")[1:]:
-        for requests, ratio in zip(("1", "32"), map(float, ratios), strict=True):
-            assert ratio == pytest.approx(speed[ours[name], requests] / speed[theirs[name], requests], abs=0.01)
+    for name, *cells in table("**Serving** the same Llama")[1:]:
+        for cell, peer in zip(cells, (theirs[name], "vLLM bfloat16"), strict=True):
+            for requests, ratio in zip(("1", "32"), re.findall(r"[\d.]+", cell), strict=True):
+                assert float(ratio) == pytest.approx(speed[ours[name], requests] / speed[peer, requests], abs=0.01)
 
 
 def test_links_and_pictures_exist() -> None:

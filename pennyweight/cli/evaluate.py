@@ -53,10 +53,12 @@ def evaluate(
     check_report_path(report_path, None)
 
     from ..io import local_path
+    from ..report.layers import check_one_model
     from ..report.loading import load_folder
 
     float_dir, quantized_dir = local_path(float_dir), local_path(quantized_dir)
     exact, small = load_folder(float_dir), load_folder(quantized_dir, float_dir)
+    check_one_model(exact, small, float_dir, quantized_dir)
     found = compare_folders(exact, small, float_dir, text, batch, length, limit)
     show(found.to_dict(), lambda: found.table(full=True) if full else str(found), report_path)
     found.check(max_kl=max_kl)

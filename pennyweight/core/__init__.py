@@ -1,6 +1,20 @@
 """Number formats, specs and the quantized tensor. Imports torch only: independent of kernels, models and files."""
 
-from . import distributed_hooks, load_state_dict, qparams_search  # imported to register handlers and a rule
+from . import (  # imported to register handlers, a reducer and a rule
+    distributed_hooks,
+    load_state_dict,
+    multiprocessing_reducer,
+    qparams_search,
+)
 from .ops import inplace, parts, slice, view
 
-__all__ = ["distributed_hooks", "inplace", "load_state_dict", "parts", "qparams_search", "slice", "view"]
+__all__ = [
+    "distributed_hooks",
+    "inplace",
+    "load_state_dict",
+    "multiprocessing_reducer",
+    "parts",
+    "qparams_search",
+    "slice",
+    "view",
+]

@@ -72,10 +72,34 @@ def show(value: object) -> str:
         return f"a {type(value).__name__} of {len(value)}"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{type(value).__name__} of shape {tuple(value.shape)}, {value.dtype}"
+    if isinstance(value, ReturnedInPlaceOfModel):  # its text is a table
+        return f"a {type(value).__name__}"
     text = str(value) if hasattr(value, "__dataclass_fields__") else repr(value)
     if text.startswith("<"):  # the default repr, with an address
         return f"{type(value).__name__}"
     return text if len(text) <= _MAX else f"{text[: _MAX - 3]}..."
+
+
+class ReturnedInPlaceOfModel:
+    """Base of what functions that change a model in place return. Used as the model, it says so.
+
+    ``model = quantize_(model, config)`` is the habit of functions that return a model.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"a {type(self).__name__} is not the model and cannot be called; {_IN_PLACE}")
+
+    def __getattr__(self, name: str) -> Any:
+        said = ""
+        if not name.startswith("_"):
+            said = f"; {_IN_PLACE}" if hasattr(nn.Module, name) else did_you_mean(name, dir(self), 1, 0.6)
+        raise AttributeError(f"a {type(self).__name__} has no attribute {name!r}{said}")
+
+
+_IN_PLACE = (
+    "functions whose names end in _, such as quantize_, change the model in place and return a report: use the model "
+    "that was passed, without model = ..."
+)
 
 
 # -- kinds of arguments ------------------------------------------------------------------------------------------------
@@ -94,6 +118,8 @@ def check_model(name: str, value: object) -> None:
         remedy = "create the model and load it first: model.load_state_dict(state)"
     elif isinstance(value, type) and issubclass(value, nn.Module):
         remedy = f"pass an instance, {value.__name__}(...)"
+    elif isinstance(value, ReturnedInPlaceOfModel):
+        remedy = _IN_PLACE
     elif value is None:
         remedy = "pass the model itself; functions whose names end in _ change it in place and do not return it"
     else:

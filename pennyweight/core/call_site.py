@@ -6,6 +6,7 @@ itself differs. Each question is asked only if the library in question is loaded
     torch.distributed        :func:`caller`, for pennyweight/distributed/dispatch.py
     accelerate               :func:`refuse_disk_offload`
     peft                     :func:`copied_for_training`
+    torch.save, torch.load   :func:`refuse_legacy_format`
     Module.load_state_dict   :func:`load_state_dict_frames`, for load_state_dict.py
     Module.to, .float() ..   :func:`converts_module`, for tensors whose own conversion to a dtype dequantizes
     messages of errors       :func:`in_layer`
@@ -19,12 +20,14 @@ from itertools import islice
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 
 _SKIPPED = (__name__.partition(".")[0] + ".", "torch.overrides", "torch.nn.functional", "torch._tensor")
 _DISTRIBUTED = ("torch.distributed.", "torch.nn.parallel.distributed")
 _ACCELERATE, _ACCELERATE_DEPTH = "accelerate.utils.offload", 8  # frames from this file to the one that calls torch
 _PEFT = "peft.utils.other"
+_LEGACY_FORMAT = (torch.serialization._legacy_save.__code__, torch.serialization._legacy_load.__code__)
 LOAD_FROM_STATE_DICT = nn.Module._load_from_state_dict.__code__
 _APPLY = nn.Module._apply.__code__
 _APPLY_DEPTH = 12
@@ -76,6 +79,19 @@ def refuse_disk_offload(w: Any) -> None:
             f"accelerate's offload to disk stores a quantized weight {tuple(w.shape)} ({w.spec}) as float numbers. "
             "Save the model with pw.save(model, folder) and call "
             "accelerate.cpu_offload(model, execution_device, state_dict=pw.open(folder)), which maps the files"
+        )
+
+
+def refuse_legacy_format() -> None:
+    """Raise RuntimeError if torch writes or reads its format before 1.6, which has the numbers after the pickle.
+
+    What a quantized tensor is made of could be neither checked nor packed when it is unpickled: its memory is not
+    filled yet.
+    """
+    if any(f.f_code in _LEGACY_FORMAT for f in _frames()):
+        raise RuntimeError(
+            "torch.save(..., _use_new_zipfile_serialization=False) writes a format that cannot hold quantized tensors: "
+            "torch.load fills their memory after they were made. Omit the argument, or use pennyweight.save"
         )
 
 

@@ -1,7 +1,7 @@
 """Layouts: how parts are stored in memory. A layout read by one kernel is declared in that kernel's file.
 
-Layout "bits" packs codes, and zero points that have their own format. Kernel layouts store such zero points as "plain"
-does, one byte each.
+Layout "bits" packs codes, and zero points that have their own format, along the last axis; "flat_bits" packs them along
+all axes but the first. Kernel layouts store such zero points as "plain" does, one byte each.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from . import blocks
 from .arguments import did_you_mean
 from .numerics import Parts
-from .packing import pack_bits, unpack_bits
+from .packing import flat_rows, pack_bits, saved_by_flat_rows, unpack_bits
 from .spec import SPECS, QuantSpec
 
 
@@ -21,7 +21,8 @@ from .spec import SPECS, QuantSpec
 class Layout:
     """name; pack(plain parts, spec, shape) -> parts; unpack is its inverse, bit for bit.
 
-    shape is the stored shape of the tensor. ``devices`` None: any. Files use "bits", never a kernel layout.
+    shape is the stored shape of the tensor. ``devices`` None: any. Files use "bits" and "flat_bits", never a kernel
+    layout.
     ``extra`` returns the bytes stored in addition to ``spec.nbytes``. ``examples`` are supported specs and shapes;
     tests/every/test_layouts.py runs each. ``from_bits``(parts in layout "bits", spec, shape) returns what ``pack`` does
     for the same parts in layout "plain", without unpacking all codes first; None: there is no such way.
@@ -75,6 +76,12 @@ def portable_layout(spec: QuantSpec) -> str:
     return "bits" if spec.format.bits < 8 else "plain"
 
 
+def compact_layout(spec: QuantSpec, shape: Sequence[int]) -> str:
+    """The smallest layout that is the same on every machine: :func:`portable_layout`, or "flat_bits" for short last
+    axes. shape: stored shape of the tensor."""
+    return "flat_bits" if saved_by_flat_rows(spec.codes_shape(shape), spec.format.bits) else portable_layout(spec)
+
+
 def pack_zero_point(part: Any, spec: QuantSpec) -> Any:
     """Zero points as stored in layout "bits" and in files: with their own format, a bit stream along the last axis."""
     bits = spec.zero_point_bits
@@ -105,6 +112,28 @@ def _unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     return parts._replace(codes=codes, zero_point=unpack_zero_point(parts.zero_point, spec, shape))
 
 
+def _pack_flat(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
+    return _pack(parts._replace(**{slot: p.reshape(flat_rows(p.shape)) for slot, p in _streams(parts, spec)}), spec, ())
+
+
+def _unpack_flat(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
+    sizes = {"codes": spec.codes_shape(shape), "zero_point": blocks.counts(spec.block, shape)}
+    kinds = {"codes": spec.format, "zero_point": spec.zero_point_format}
+    for slot, stream in _streams(parts, spec):
+        size, f = sizes[slot], kinds[slot]
+        codes = f.from_unsigned(unpack_bits(stream, f.bits, flat_rows(size)[-1]))
+        parts = parts._replace(**{slot: codes.reshape(size)})
+    return parts
+
+
+def _streams(parts: Parts, spec: QuantSpec) -> list[tuple[str, Any]]:
+    """The parts that layouts of bit streams pack."""
+    packed = parts.zero_point is not None and spec.zero_point_bits < 8
+    return [("codes", parts.codes), *([("zero_point", parts.zero_point)] if packed else [])]
+
+
 _EXAMPLES = tuple((spec, (3, 130)) for spec in SPECS.values())
 PLAIN = register_layout(Layout("plain", _identity, _identity, examples=_EXAMPLES))
 BITS = register_layout(Layout("bits", _pack, _unpack, examples=_EXAMPLES))
+_FLAT_EXAMPLES = tuple((spec, shape) for spec in SPECS.values() for shape in ((3, 130), (3, 5, 3, 3), (4, 8, 1)))
+FLAT_BITS = register_layout(Layout("flat_bits", _pack_flat, _unpack_flat, examples=_FLAT_EXAMPLES))

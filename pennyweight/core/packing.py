@@ -2,6 +2,9 @@
 
 Code i of a row occupies bits [i*b, (i+1)*b) of the row's stream; a row ends on a whole byte, unused bits are zero.
 For 4 bits the even code is the low nibble.
+
+The last axis of a convolution is short: one code of a 1x1 kernel would take a whole byte. Its codes are packed flat, as
+one row for each entry of the first axis, see :func:`flat_rows`.
 """
 
 from __future__ import annotations
@@ -24,6 +27,19 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
 def stream_shape(shape: Sequence[int], bits: int) -> tuple[int, ...]:
     """Shape of the bytes that codes of that shape are packed into."""
     return (*shape[:-1], -(-shape[-1] * bits // 8)) if shape else ()
+
+
+def flat_rows(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape with all axes but the first in the last one, [O, C, H, W] -> [O, 1, 1, C*H*W], so that one bit stream
+    holds all codes of an entry of the first axis, and the number of axes stays."""
+    return (shape[0], *(1 for _ in shape[2:]), math.prod(shape[1:])) if len(shape) > 2 else tuple(shape)
+
+
+def saved_by_flat_rows(shape: Sequence[int], bits: int) -> bool:
+    """Whether codes of that shape take at least 1/64 less memory in one stream per entry of the first axis. With less
+    to gain, rows of the last axis stay readable one by one (experts)."""
+    rows, flat = (math.prod(stream_shape(s, bits)) for s in (shape, flat_rows(shape)))
+    return bits < 8 and rows - flat >= rows / 64 > 0
 
 
 def unpack_bits(stream: Tensor, bits: int, n: int) -> Tensor:

@@ -35,7 +35,7 @@ from .formats import (
     get_format,
 )
 from .formats import IQ4_NL as IQ4_NL_VALUES
-from .packing import stream_shape
+from .packing import flat_rows, stream_shape
 
 SPEC_VERSION = 2  # newest version that is read; the oldest sufficient version is written, see QuantSpec.version
 # Dtypes named in files are looked up only in this fixed table.
@@ -164,7 +164,7 @@ class QuantSpec:
 
     @property
     def zero_point_bits(self) -> int:
-        """Bits of a stored zero point in files and in layout "bits"; 8: one byte in the dtype of the codes."""
+        """Bits of a stored zero point in files and in layouts of bit streams; 8: one byte in the dtype of the codes."""
         return self.zero_point.bits if isinstance(self.zero_point, Format) else 8
 
     @property
@@ -187,14 +187,27 @@ class QuantSpec:
             raise ValueError(f"{self}: a 0-d tensor cannot have codes that represent {dim} numbers")
         return (*whole[:-1], -(-whole[-1] // dim))
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether the layout stores codes, and zero points with their own format, as bit streams."""
+        return self.layout in ("bits", "flat_bits")
+
+    def stream_shape(self, shape: Sequence[int], bits: int) -> tuple[int, ...]:
+        """Shape of the bytes of a bit stream of codes of that shape in this layout."""
+        return stream_shape(flat_rows(shape) if self.layout == "flat_bits" else shape, bits)
+
+    def row_length(self, shape: Sequence[int]) -> int:
+        """Codes in one row of the codes or zero points of that shape, which a bit stream packs together."""
+        return (flat_rows(shape) if self.layout == "flat_bits" else shape)[-1] if shape else 1
+
     def nbytes(self, shape: Sequence[int]) -> int:
         """Bytes of all parts of a tensor of that shape. Codes take one byte (layout "plain") or ``bits`` bits each,
-        zero points one byte, or in layout "bits" the bits of their format."""
-        total = math.prod(stream_shape(self.codes_shape(shape), 8 if self.layout == "plain" else self.format.bits))
+        zero points one byte, or in layouts of bit streams the bits of their format."""
+        total = math.prod(self.stream_shape(self.codes_shape(shape), 8 if self.layout == "plain" else self.format.bits))
         part_shape = blocks.counts(self.block, shape)
         for slot, kind in self.part_specs().items():
-            if slot == "zero_point" and self.layout == "bits" and self.zero_point_bits < 8:
-                total += math.prod(stream_shape(part_shape, self.zero_point_bits))
+            if slot == "zero_point" and self.is_stream and self.zero_point_bits < 8:
+                total += math.prod(self.stream_shape(part_shape, self.zero_point_bits))
             else:
                 n_blocks = math.prod(part_shape)
                 total += kind.nbytes(part_shape) if isinstance(kind, QuantSpec) else n_blocks * kind.itemsize

@@ -26,13 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import blocks, codebook, quantize_backends
+from . import blocks, codebook, quantize_backends, torchscript
 from .arguments import show
-from .call_site import copied_for_training
+from .call_site import copied_for_training, refuse_legacy_format
 from .errors import ArgumentError, ArgumentTypeError
-from .layouts import READABLE, change_layout, get_layout, portable_layout, unpack_zero_point
+from .layouts import READABLE, change_layout, compact_layout, get_layout, unpack_zero_point
 from .numerics import Parts, dequantize, is_permutation, permute_last_axis, quantize, sqnr
-from .packing import stream_shape
 from .qparams import Params
 from .spec import DTYPES, SPEC_VERSION, ActivationSpec, QuantSpec, dtype_name
 from .storage import Address, Storage
@@ -414,9 +413,10 @@ class AffineQuantizedTensor(Tensor):
         return new  # type: ignore[return-value]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        refuse_legacy_format()
         w, layout = self, self.spec.layout
         if get_layout(layout).devices is not None:  # a kernel's packing may differ on another machine
-            w = self.to_layout(portable_layout(self.spec))
+            w = self.to_layout(compact_layout(self.spec, self.stored_shape))
         parts = {n: p for n, p in zip(SLOTS, w.parts, strict=True) if p is not None}
         if w.spec.format.native_float:
             parts["codes"] = w._codes.view(torch.uint8)  # torch 2.13 cannot unpickle a float8 tensor
@@ -623,6 +623,7 @@ def rebuild(
 
     ``layout`` is the original layout; the tensor is repacked to it on this machine if its device supports it.
     """
+    refuse_legacy_format()
     data = json.loads(static)
     if data.get("version") not in range(1, SPEC_VERSION + 1):
         raise ValueError(
@@ -657,16 +658,16 @@ def _check_parts(parts: dict[str, Tensor], spec: QuantSpec, shape: tuple[int, ..
     """Raise ValueError unless the parts have the dtypes and shapes of the spec, in a portable layout."""
     codes = spec.codes_shape(shape)
     dtype = spec.format.code_dtype
-    if spec.layout == "bits" and codes:
-        codes, dtype = stream_shape(codes, spec.format.bits), torch.uint8
+    if spec.is_stream and codes:
+        codes, dtype = spec.stream_shape(codes, spec.format.bits), torch.uint8
     kinds: dict[str, Any] = {"codes": dtype, **spec.part_specs()}
     names = parts.keys() - {"act_scale", "act_zero_point", "perm", "table"}
     if get_layout(spec.layout).devices is not None or names != kinds.keys():
         raise ValueError(f"pickled {spec} has parts {sorted(names)}; expected {sorted(kinds)} in a portable layout")
     for name, kind in kinds.items():
         part, size = parts[name], codes if name == "codes" else blocks.counts(spec.block, shape)
-        if (spec.layout, name) == _PACKED and spec.zero_point_bits < 8 and size:
-            size, kind = stream_shape(size, spec.zero_point_bits), torch.uint8
+        if name == "zero_point" and spec.is_stream and spec.zero_point_bits < 8 and size:
+            size, kind = spec.stream_shape(size, spec.zero_point_bits), torch.uint8
         held = part.spec if isinstance(part, AffineQuantizedTensor) else part.dtype
         if tuple(part.shape) != size or held != kind:
             raise ValueError(
@@ -684,3 +685,4 @@ def _check_parts(parts: dict[str, Tensor], spec: QuantSpec, shape: tuple[int, ..
 
 
 torch.serialization.add_safe_globals([rebuild])
+torchscript.guard(AffineQuantizedTensor)

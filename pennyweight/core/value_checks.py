@@ -25,9 +25,9 @@ def check_values(parts: Mapping[str, Tensor], spec: QuantSpec, shape: Sequence[i
     signed  whether scales may be negative
     """
     codes, f = parts["codes"], spec.format
-    stream = spec.layout == "bits" and len(shape) > 0
+    stream = spec.is_stream and len(shape) > 0
     if f.bits == 8 or stream:
-        check_codes(codes, f, spec.codes_shape(shape)[-1] if shape else 1, "codes")
+        check_codes(codes, f, spec.row_length(spec.codes_shape(shape)), "codes")
     elif f.kind == "int":
         check_range(codes, f, "codes")
     elif codes.numel() and (int(codes.max()) >= 1 << f.bits or not _legal(f)[codes.cpu().long().numpy()].all()):
@@ -36,7 +36,8 @@ def check_values(parts: Mapping[str, Tensor], spec: QuantSpec, shape: Sequence[i
         if slot in parts:
             check_real(parts[slot], slot, slot == "offset" or signed or around_offset(spec))
     if "zero_point" in parts and stream and spec.zero_point_bits < 8:
-        check_codes(parts["zero_point"], spec.zero_point_format, blocks.counts(spec.block, shape)[-1], "zero_point")
+        n = spec.row_length(blocks.counts(spec.block, shape))
+        check_codes(parts["zero_point"], spec.zero_point_format, n, "zero_point")
     elif "zero_point" in parts:
         check_range(parts["zero_point"], spec.zero_point_format, "zero_point")
 

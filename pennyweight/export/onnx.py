@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core import extras
 from ..core.arguments import check_arguments
 from ..core.progress import Progress, step
 from ..io.atomic_write import folder_lock, partial_path, rename_into_place, sync_folder
@@ -122,9 +123,7 @@ def require_packages() -> None:
     """Raise ImportError, with the remedy, if a dependency of torch's exporter is not installed."""
     missing = [name for name in ("onnx", "onnxscript", "onnx_ir") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ImportError(
-            f"export to ONNX needs {', '.join(missing)}: pip install 'pennyweight[onnx]'", name=missing[0]
-        )
+        raise ImportError(f"export to ONNX needs {', '.join(missing)}: {extras.install('onnx')}", name=missing[0])
 
 
 # -- before ----------------------------------------------------------------------------------------------------------

@@ -52,6 +52,12 @@ class FrozenLinear(nn.Linear):
         if not isinstance(self._parameters.get("weight"), AffineQuantizedTensor):
             self.__class__ = type(self).thawed  # type: ignore[assignment]
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What torch.jit.script compiles: the original layer, with the same parameters and hooks."""
+        plain = type(self).thawed.__new__(type(self).thawed)
+        plain.__dict__.update(self.__dict__)
+        return plain
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
         _, _, *state = reduced
@@ -103,6 +109,9 @@ def freeze_(model: nn.Module) -> Report:
                 place.module.__class__ = _frozen(type(place.module))
         name, kind, size = where[0].name, type(where[0].module).__name__, int(w.nbytes)
         stays = dict.fromkeys(r for r in reasons.values() if r)
+        done = [one for one, reason in reasons.items() if not reason]
+        if stays and done:  # a table shared by an embedding and a layer
+            stays = {f"frozen at {', '.join(done)} only": None}
         notes = ["already frozen"] if again else []
         notes += [f"tied: {', '.join(p.name for p in where[1:])}"] if len(where) > 1 else []
         frozen = "" in reasons.values()

@@ -11,12 +11,14 @@ from __future__ import annotations
 import sys
 from importlib.metadata import entry_points
 
+from ..core.extras import install
+
 
 def main() -> None:
     """Run the console script of transformers in this process, with pennyweight imported."""
     found = entry_points(group="console_scripts", name="transformers")
     if not found:
-        sys.exit("transformers is not installed: pip install 'pennyweight[hf]' 'transformers[serving]'")
+        sys.exit(f"transformers is not installed: {install('hf')} 'transformers[serving]'")
     sys.exit(next(iter(found)).load()())
 
 

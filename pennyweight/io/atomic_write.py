@@ -193,6 +193,35 @@ def make_folders(folder: str) -> Iterator[None]:
         raise
 
 
+def check_room(folder: str, need: int) -> None:
+    """Raise OSError if the disk has less than this many free bytes."""
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise OSError(errno.ENOSPC, f"{folder}: {need} bytes are required, {free} are free")
+
+
+@contextmanager
+def says_what_was_needed(path: str, need: int) -> Iterator[None]:
+    """An error because the disk is full, from a write that knows neither path nor size, gets both.
+
+    Not checked before: some network file systems say that no byte is free.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        at = path
+        while not os.path.isdir(at):
+            at = os.path.dirname(at)
+        free = shutil.disk_usage(at).free
+        text = f"{os.strerror(error.errno)}: {path}: {need} bytes are required, {free} are free"
+        raise OSError(error.errno, text) from error
+
+
+_FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
+
+
 def write_all(file: Any, data: bytes | memoryview, offset: int = 0) -> None:
     """Write all of a buffer into an unbuffered file, starting at the offset."""
     file.seek(offset)

@@ -17,6 +17,7 @@ from .strict_json import read_json, resolve_inside
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PROGRESS_ENDING = ".progress.json"  # of the file beside an unfinished job, see resumable_write.py
 MAX_INDEX_BYTES = 64 << 20
 MAX_SHARDS = 4096
 _ATTEMPTS = 64  # to open a checkpoint that writers keep replacing
@@ -119,13 +120,17 @@ def _state(path: str) -> list[Any]:
 
 
 def _contents(folder: str) -> str:
-    """What a folder without weights contains, with the remedy."""
+    """What a folder without a checkpoint contains, with the remedy."""
     names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    unfinished = next((name for name in names if name.endswith(PROGRESS_ENDING)), None)
+    if unfinished is not None:
+        return f"is unfinished, its writer was interrupted ({unfinished}); run the same command again, and it continues"
+    neither = f"contains neither {SINGLE} nor {INDEX}"
     weights = [name for name in names if name.endswith((".safetensors", ".gguf", ".bin", ".pt", ".pth"))]
     if weights:
-        return f"pass the path of a file, such as {os.path.join(folder, weights[0])}"
+        return f"{neither}; pass the path of a file, such as {os.path.join(folder, weights[0])}"
     some = f"only {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}" if names else "nothing"
-    return f"it has {some}: pass the folder or the file with the weights"
+    return f"{neither}; it has {some}: pass the folder or the file with the weights"
 
 
 def open_once(path: str, mmap: bool) -> Checkpoint:
@@ -140,7 +145,7 @@ def open_once(path: str, mmap: bool) -> Checkpoint:
         index = os.path.join(real, INDEX)
         if not os.path.lexists(index):
             if not os.path.lexists(os.path.join(real, SINGLE)):
-                raise CheckpointError(path, None, f"contains neither {SINGLE} nor {INDEX}; {_contents(real)}")
+                raise CheckpointError(path, None, _contents(real))
             return _open(path, [resolve_inside(real, SINGLE)], mmap)
         return _open_index(path, real, resolve_inside(real, INDEX), mmap)
     if path.endswith(".index.json"):
@@ -224,7 +229,8 @@ def _manifest(file: File, entries: Iterable[tuple[str, Entry]] | None = None) ->
 
 def _check_together(c: Checkpoint) -> None:
     """Check that no name is defined twice across files."""
-    owner: dict[str, int] = dict(c.where)
+    guards = {name for manifest in c.manifests for name, meta in manifest.tensors.items() if meta.guard}
+    owner = {name: i for name, i in c.where.items() if name not in guards}
     for i, manifest in enumerate(c.manifests):
         for name in (*manifest.tensors, *manifest.aliases):
             if name in owner:

@@ -15,6 +15,7 @@ from typing import Any
 from .. import __version__
 from ..core.arguments import check_arguments, hint, show
 from ..core.errors import ArgumentTypeError
+from ..core.extras import install
 from ..core.formats import all_formats
 from ..planning.report import Report
 from .atomic_write import is_staging
@@ -46,7 +47,7 @@ def _library(purpose: str) -> Any:
         import huggingface_hub
         import huggingface_hub.utils  # the package does not import it by itself
     except ImportError:
-        raise HubError(f"{purpose} needs huggingface_hub: pip install 'pennyweight[hub]'") from None
+        raise HubError(f"{purpose} needs huggingface_hub: {install('hub')}") from None
     return huggingface_hub
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from ..core import blocks
 from ..core.codebook import DTYPE as TABLE_DTYPE
-from ..core.packing import stream_shape
+from ..core.packing import flat_rows, saved_by_flat_rows, stream_shape
 from ..core.qparams import RULES
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec, check_keys, dtype_name
 from .file import KeyedError
@@ -21,21 +21,30 @@ from .safetensors_file import MAX_AXES, check_name, size_of
 from .strict_json import parse
 
 KEY = "pennyweight"  # the one key of a file's __metadata__ used by this library
-VERSION = 3  # newest readable version; files declare the oldest sufficient one, see version_of
+VERSION = 4  # newest readable version; files declare the oldest sufficient one, see version_of
 MAX_MANIFEST_BYTES = 32 << 20
 MAX_MANIFEST_DEPTH = 16  # three nested specs take 6
 # Every suffix that can follow "<tensor>." in a file. Frozen: readers of version 1 know exactly these.
 PART_NAMES = ("codes", "scale", "zero_point", "offset", "act_scale", "act_zero_point")
 PART_NAMES_2 = (*PART_NAMES, "perm")
 PART_NAMES_3 = (*PART_NAMES_2, "table")
+GUARD = (torch.uint8, (0,))
+_FLAGS = {1: {"signed_scale"}, 2: {"signed_scale", "perm"}, 3: {"signed_scale", "perm"}}  # boolean keys of a tensor
+_FLAGS[4] = _FLAGS[3] | {"guard", "flat"}
 
 Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
 class Meta:
-    """Description of one quantized tensor in a file; the spec has no layout. signed_scale: scales may be negative.
-    perm: the contracted axis is stored permuted; the permutation is a stored part.
+    """Description of one quantized tensor in a file; the spec has no layout.
+
+    signed_scale  scales may be negative
+    perm          the contracted axis is stored permuted; the permutation is a stored part
+    guard         an empty tensor, uint8 [0], is stored under the tensor's own name. A loader that matches names and
+                  does not know the format then finds another shape and raises, instead of leaving the model's weight
+                  as it was initialized
+    flat          codes, and zero points with their own format, are one bit stream per entry of the first stored axis
     """
 
     spec: QuantSpec
@@ -45,6 +54,14 @@ class Meta:
     axes: tuple[int, ...] | None = None
     signed_scale: bool = False
     perm: bool = False
+    guard: bool = False
+    flat: bool = False
+
+    def for_writing(self) -> Meta:
+        """As this release writes it: with a guard, and flat where that saves bytes."""
+        shape = self.stored_shape
+        flat = len(shape) > 2 and saved_by_flat_rows(self.spec.codes_shape(shape), self.spec.format.bits)
+        return replace(self, guard=shape != GUARD[1], flat=flat)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -65,35 +82,41 @@ class Manifest:
 def version_of(manifest: Manifest) -> int:
     """The version declared for this manifest: the first that supports all of its contents."""
     metas = manifest.tensors.values()
+    if any(meta.guard or meta.flat for meta in metas):
+        return 4
     if any(meta.spec.version > 1 or (meta.act is not None and meta.act.spec.version > 1) for meta in metas):
         return 3
     return 2 if any(meta.perm for meta in metas) else 1
 
 
 def stored_parts(name: str, meta: Meta) -> Stored:
-    """Stored parts of a quantized tensor, dtype and shape: codes, scale, zero_point, offset, act_*, perm, in order.
+    """Stored parts of a quantized tensor, dtype and shape: codes, scale, zero_point, offset, act_*, perm, guard, in
+    order.
 
-    Codes below 8 bits are a bit stream: uint8 [.., ceil(n * bits / 8)], each row of the last axis padded to a whole
-    byte. Zero points with their own format are stored the same way.
+    Codes below 8 bits are a bit stream: uint8 [.., ceil(n * bits / 8)], each row of the last axis (``flat``: of all axes
+    but the first) padded to a whole byte. Zero points with their own format are stored the same way.
     """
-    out = _value_parts(name, meta.spec, meta.stored_shape)
+    out = _value_parts(name, meta.spec, meta.stored_shape, meta.flat)
     if meta.act is not None and meta.act.mode == "static":
         out[f"{name}.act_scale"] = (torch.float32, (1,))
         if meta.act.spec.zero_point:
             out[f"{name}.act_zero_point"] = (meta.act.spec.zero_point_dtype, (1,))
     if meta.perm:
         out[f"{name}.perm"] = (torch.int32, meta.stored_shape[-1:])
+    if meta.guard:
+        out[name] = GUARD
     return out
 
 
-def _value_parts(name: str, spec: QuantSpec, shape: tuple[int, ...]) -> Stored:
-    out = {f"{name}.codes": codes_stored(spec, shape)}
+def _value_parts(name: str, spec: QuantSpec, shape: tuple[int, ...], flat: bool = False) -> Stored:
+    out = {f"{name}.codes": codes_stored(spec, shape, flat)}
     part_shape = blocks.counts(spec.block, shape)
     for slot, kind in spec.part_specs().items():
         if isinstance(kind, QuantSpec):
             out |= _value_parts(f"{name}.{slot}", kind, part_shape)
         elif slot == "zero_point" and spec.zero_point_bits < 8 and part_shape:
-            out[f"{name}.{slot}"] = (torch.uint8, stream_shape(part_shape, spec.zero_point_bits))
+            size = flat_rows(part_shape) if flat else part_shape
+            out[f"{name}.{slot}"] = (torch.uint8, stream_shape(size, spec.zero_point_bits))
         else:
             out[f"{name}.{slot}"] = (kind, part_shape)
     if spec.table_shape is not None:
@@ -101,10 +124,12 @@ def _value_parts(name: str, spec: QuantSpec, shape: tuple[int, ...]) -> Stored:
     return out
 
 
-def codes_stored(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
+def codes_stored(spec: QuantSpec, shape: tuple[int, ...], flat: bool) -> tuple[torch.dtype, tuple[int, ...]]:
     """dtype and shape of the stored codes."""
     padded, bits = spec.codes_shape(shape), spec.format.bits
-    return (spec.format.code_dtype, padded) if bits == 8 else (torch.uint8, stream_shape(padded, bits))
+    if bits == 8:
+        return spec.format.code_dtype, padded
+    return torch.uint8, stream_shape(flat_rows(padded) if flat else padded, bits)
 
 
 def dump(manifest: Manifest) -> str:
@@ -118,8 +143,7 @@ def dump(manifest: Manifest) -> str:
             data["axes"] = list(meta.axes)
         if meta.signed_scale:
             data["signed_scale"] = True
-        if meta.perm:
-            data["perm"] = True
+        data |= {key: True for key in ("perm", "guard", "flat") if getattr(meta, key)}
         tensors[name] = data
     data = {"version": version_of(manifest), "tensors": tensors, "aliases": manifest.aliases}
     return json.dumps(data, sort_keys=True, separators=(",", ":"))
@@ -166,8 +190,7 @@ def _alias(raw: Any) -> str:
 
 
 def _meta(raw: Any, version: int) -> Meta:
-    optional = {"act", "axes", "signed_scale", "perm"} if version >= 2 else {"act", "axes", "signed_scale"}
-    check_keys("quantized tensor", raw, {"spec", "shape", "dtype"}, optional)
+    check_keys("quantized tensor", raw, {"spec", "shape", "dtype"}, {"act", "axes"} | _FLAGS[version])
     spec, shape, dtype, axes = QuantSpec.from_dict(raw["spec"]), raw["shape"], raw["dtype"], raw.get("axes")
     if not isinstance(shape, list) or len(shape) > MAX_AXES or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"shape must be a list of at most {MAX_AXES} non-negative integers")
@@ -179,7 +202,7 @@ def _meta(raw: Any, version: int) -> Meta:
             raise ValueError(f"axes must be a permutation of 0..{len(shape) - 1}")
         if axes == sorted(axes):
             raise ValueError("axes must be omitted if they are in stored order")
-    for key in ("signed_scale", "perm"):
+    for key in _FLAGS[version]:
         if type(raw.get(key, True)) is not bool:
             raise ValueError(f"{key} must be true or false")
     if raw.get("perm") and (not shape or max(shape) > torch.iinfo(torch.int32).max):
@@ -192,9 +215,12 @@ def _meta(raw: Any, version: int) -> Meta:
             raise ValueError(f"act: unknown rule {act.rule[:40]!r}; known: {', '.join(RULES)}")
         if act.eps is not None and not (math.isfinite(act.eps) and act.eps >= 0):
             raise ValueError(f"act: eps must be finite and not negative, got {act.eps}")
+    if raw.get("flat") and len(shape) < 3:
+        raise ValueError("flat needs three axes or more; otherwise it is how codes are stored anyway")
+    if raw.get("guard") and shape == [0]:
+        raise ValueError("a tensor of shape [0] has no guard, which would have its shape")
     axes = None if axes is None else tuple(axes)
-    signed, perm = raw.get("signed_scale", False), raw.get("perm", False)
-    return Meta(spec, tuple(shape), DTYPES[dtype], act, axes, signed, perm)
+    return Meta(spec, tuple(shape), DTYPES[dtype], act, axes, **{key: raw.get(key, False) for key in _FLAGS[version]})
 
 
 def _check_spec(spec: QuantSpec) -> None:
@@ -231,19 +257,23 @@ def check_parts(manifest: Manifest, stored: Stored) -> None:
             if part not in stored:
                 raise KeyedError(name, f"part {part} is missing")
             if stored[part] != (dtype, shape):
+                if part == name:
+                    raise KeyedError(name, "is both a plain tensor and a quantized one")
                 got, size = stored[part]
                 raise KeyedError(
                     name, f"part {part} is {got} {list(size)}, but {meta.spec} of shape {list(meta.shape)} needs "
                     f"{dtype} {list(shape)}"
                 )  # fmt: skip
         owned.update(parts)  # `|=` with the keys of a dict would copy the set each time
-        if name in stored:
+        if name in stored and not meta.guard:
             raise KeyedError(name, "is both a plain tensor and a quantized one")
-    known = (PART_NAMES, PART_NAMES_2, PART_NAMES_3)[version_of(manifest) - 1]
+    known = (PART_NAMES, PART_NAMES_2, PART_NAMES_3, PART_NAMES_3)[version_of(manifest) - 1]
     for name in sorted(stored.keys() - owned):
         for prefix, then in _prefixes(name):
             if then in known and prefix in manifest.tensors:
                 raise KeyedError(prefix, f"unexpected part {name}, which {manifest.tensors[prefix].spec} does not have")
+        if stored[name] == GUARD and f"{name}.codes" in stored:
+            raise KeyedError(name, "has parts, but the file does not describe it: its metadata were lost or changed")
     for name in manifest.tensors:
         if any(prefix in manifest.tensors for prefix, _ in _prefixes(name)):
             raise KeyedError(name, "its name is nested in that of another quantized tensor")

@@ -344,7 +344,7 @@ def _numel(shape: Sequence[int]) -> int:
 
 # -- engines and code --------------------------------------------------------------------------------------------------
 
-_PLUGIN = ("vLLM", "with the plug-in that `pip install pennyweight` installs")
+_PLUGIN = ("vLLM", "with the plug-in that pennyweight installs")
 _OURS = ("pennyweight", "`pw.load`")
 _ENGINES = {
     METHOD: [("transformers", "after `import pennyweight`"), _PLUGIN, _OURS],

@@ -76,7 +76,8 @@ def native_target(method: dict[str, Any]) -> OutputFormat:
     """Pennyweight's own format, which can store every tensor."""
 
     def choose(name: str, held: StoredTensor) -> OutputChoice:
-        return OutputChoice(held.kind, COPIED if held.meta is None else EXACT)
+        kind = held.kind
+        return OutputChoice(kind.for_writing(), EXACT) if isinstance(kind, Meta) else OutputChoice(kind, COPIED)
 
     def stored(name: str, choice: OutputChoice) -> Stored:
         return stored_parts(name, choice.kind) if isinstance(choice.kind, Meta) else _plain(name, choice.kind)
@@ -159,7 +160,7 @@ def planned_item(
                 parts = convert_or_requantize(name, w, choice.how == EXACT, part.spec, noise, part.perm)
                 out = target.pack(name, parts, part)
             for stored, tensor in out.items():
-                if start == 0 or stored not in shared_parts(name):
+                if start == 0 or meta is None or stored not in shared_parts(name):
                     yield stored, start * (tensor.numel() // max(1, tensor.shape[0])) if start else 0, tensor
 
     meta = choice.kind if isinstance(choice.kind, Meta) else None

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from .atomic_write import folder_lock, is_staging, make_folders, partial_path, sync_folder, write_file
-from .checkpoint import INDEX, SINGLE, index_bytes, read_index
+from .checkpoint import INDEX, PROGRESS_ENDING, SINGLE, index_bytes, read_index
 from .file import CheckpointError
 from .safetensors_file import File
 
 _SHARD = re.compile(r"model(-[0-9a-f]{8})?-[0-9]{5}-of-[0-9]{5}\.safetensors")
-PROGRESS = "quantize.progress.json"  # of an unfinished job, see resumable_write.py
+PROGRESS = f"quantize{PROGRESS_ENDING}"
 _NO_EXCHANGE = {
     errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EBUSY, errno.EPERM, errno.EMLINK
 }  # fmt: skip

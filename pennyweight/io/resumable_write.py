@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -19,7 +18,15 @@ import torch.distributed as dist
 
 from .. import __version__
 from ..core.progress import Callback
-from .atomic_write import folder_lock, make_folders, remove_left_over, rename_into_place, sync_folder, write_bytes
+from .atomic_write import (
+    check_room,
+    folder_lock,
+    make_folders,
+    remove_left_over,
+    rename_into_place,
+    sync_folder,
+    write_bytes,
+)
 from .checkpoint import INDEX, SINGLE, index_bytes
 from .file import CheckpointError
 from .replace_checkpoint import PROGRESS, is_ours, shard_names
@@ -299,10 +306,3 @@ def _begin(job: Job, dst: str, resume: bool, progress: Progress, stack: ExitStac
     if progress.done:
         _LOG.info("resume: %d of %d files of %s were complete", len(progress.done), len(names), dst)
     return progress.done
-
-
-def check_room(folder: str, need: int) -> None:
-    """Raise OSError if the disk has less than this many free bytes."""
-    free = shutil.disk_usage(folder).free
-    if need > free:
-        raise OSError(28, f"{folder}: {need} bytes are required, {free} are free")

@@ -13,7 +13,14 @@ from torch import nn
 from ..core.arguments import check_arguments, check_storable
 from ..core.progress import Progress, step
 from ..planning.report import ALGORITHM
-from .atomic_write import make_folders, partial_path, remove_left_over, rename_into_place, write_bytes
+from .atomic_write import (
+    make_folders,
+    partial_path,
+    remove_left_over,
+    rename_into_place,
+    says_what_was_needed,
+    write_bytes,
+)
 from .config_files import marked_config
 from .file import CheckpointError
 from .replace_checkpoint import replace_checkpoint
@@ -64,21 +71,22 @@ def save(
         raise CheckpointError(path, None, "is a file; pass a folder, or a name that ends in .safetensors")
     try:
         some = items(state_dict)
+        total = sum(item.nbytes for item in some)
+        room = says_what_was_needed(path, total)
         if path.endswith(".safetensors"):
             folder, name = os.path.split(path)
-            with _counting(some, progress) as wrote, make_folders(folder), partial_path(folder, name) as stage:
+            with room, _counting(some, progress) as wrote, make_folders(folder), partial_path(folder, name) as stage:
                 temp = os.path.join(stage, name)
                 write_shard(temp, some, metadata_of(some, metadata), wrote)
                 rename_into_place(temp, path)
             return
         shards = assign_shards(some, max_shard_bytes)
         config = marked_config(path) if any(item.meta is not None for item in some) else None
-        with _counting(some, progress) as wrote, make_folders(path), partial_path(path, "model") as stage:
+        with room, _counting(some, progress) as wrote, make_folders(path), partial_path(path, "model") as stage:
             temps = [os.path.join(stage, str(i)) for i in range(len(shards))]
             for temp, shard in zip(temps, shards, strict=True):
                 write_shard(temp, shard, metadata_of(shard, metadata), wrote)
             holds = [[stored for item in shard for stored in item.stored] for shard in shards]
-            total = sum(item.nbytes for item in some)
             replace_checkpoint(path, stage, temps, holds, total)
             remove_left_over(path)
         if config is not None:

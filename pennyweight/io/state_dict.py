@@ -17,12 +17,12 @@ from ..core import blocks
 from ..core.arguments import check_mapping
 from ..core.layouts import pack_zero_point
 from ..core.numerics import Parts
-from ..core.packing import pack_bits
+from ..core.packing import flat_rows, pack_bits
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor, each_part
 from ..planning.parameters import kind_of, places
 from .file import CheckpointError, KeyedError, checkpoint_errors
-from .manifest import KEY, Manifest, Meta, Stored, check_parts, clean, dump, read, stored_parts
+from .manifest import GUARD, KEY, Manifest, Meta, Stored, check_parts, clean, dump, read, stored_parts
 from .safetensors_file import DTYPE_NAMES, check_name
 from .validate import check_data, check_plain, check_range, is_signed, read_parts
 
@@ -204,7 +204,7 @@ def build(name: str, meta: Meta, get: Callable[[str], Tensor]) -> AffineQuantize
             value = value._replace(act_zero_point=get(f"{name}.act_zero_point"))
     if meta.perm:
         value = value._replace(perm=get(f"{name}.perm"))
-    spec = spec.with_(layout="bits") if as_bits else spec
+    spec = spec.with_(layout="flat_bits" if meta.flat else "bits") if as_bits else spec
     return AffineQuantizedTensor(value, spec, meta.shape, meta.dtype, meta.act, meta.axes)
 
 
@@ -259,13 +259,14 @@ def describe(name: str, w: AffineQuantizedTensor) -> Meta:
     scale = scale.plain_parts() if isinstance(scale, AffineQuantizedTensor) else scale
     spec = clean(w.spec)
     signed = is_signed(scale, spec, blocks.counts(spec.block, w.stored_shape))
-    return Meta(spec, tuple(w.shape), w.dtype, act, w.axes, signed, w.perm is not None)
+    return Meta(spec, tuple(w.shape), w.dtype, act, w.axes, signed, w.perm is not None).for_writing()
 
 
 def pack(name: str, w: AffineQuantizedTensor, meta: Meta) -> dict[str, Tensor]:
     """Stored tensors of w, validated as on reading, so that the file can be read back. Raises CheckpointError."""
-    packed = w.spec.layout == "bits" and w.spec.format.bits < 8  # files store the bit stream
+    packed = w.spec.is_stream and w.spec.format.bits < 8 and w.ndim > 0  # files store the bit stream
     if packed:
+        w = w.to_layout("flat_bits" if meta.flat else "bits")
         parts = each_part(w.parts, lambda p: p.plain_parts() if isinstance(p, AffineQuantizedTensor) else p)
     else:
         parts = w.plain_parts()
@@ -284,13 +285,15 @@ def pack_parts(name: str, parts: Parts, meta: Meta, packed: bool = False) -> dic
     Raises KeyedError if they do not match ``meta`` or are invalid.
     """
     out: dict[str, Tensor] = {}
-    _put(out, name, parts, meta.spec, packed)
+    _put(out, name, parts, meta.spec, packed, meta.flat)
     if meta.act is not None and meta.act.mode == "static":
         out[f"{name}.act_scale"] = _number(name, parts.act_scale).float()
         if parts.act_zero_point is not None:
             out[f"{name}.act_zero_point"] = _number(name, parts.act_zero_point).to(meta.act.spec.zero_point_dtype)
     if parts.perm is not None:
         out[f"{name}.perm"] = parts.perm.to(torch.int32)
+    if meta.guard:  # with memory of its own: writers take tensors of one address for the same tensor
+        out[name] = torch.zeros(1, dtype=GUARD[0], device="cpu")[:0]
     out = {k: t.detach().contiguous() for k, t in out.items()}
     check_parts(Manifest({name: meta}), {k: (t.dtype, tuple(t.shape)) for k, t in out.items()})
     on_cpu = {k: t.cpu() for k, t in out.items()}
@@ -304,9 +307,12 @@ def _number(name: str, value: Tensor | None) -> Tensor:
     return value.reshape(1)
 
 
-def _put(out: dict[str, Tensor], name: str, parts: Parts, spec: QuantSpec, packed: bool = False) -> None:
+def _put(
+    out: dict[str, Tensor], name: str, parts: Parts, spec: QuantSpec, packed: bool = False, flat: bool = False
+) -> None:
     f, codes = spec.format, parts.codes
     if f.bits < 8 and not packed:
+        codes = codes.reshape(flat_rows(codes.shape)) if flat else codes
         codes = pack_bits(f.to_unsigned(codes), f.bits)
     out[f"{name}.codes"] = codes
     if spec.table_shape is not None:
@@ -321,5 +327,5 @@ def _put(out: dict[str, Tensor], name: str, parts: Parts, spec: QuantSpec, packe
                     check_range(part, spec.zero_point_format, f"{name}.zero_point")
                 except ValueError as e:
                     raise KeyedError(name, str(e)) from e
-                part = pack_zero_point(part, spec)
+                part = pack_zero_point(part.reshape(flat_rows(part.shape)) if flat else part, spec)
             out[f"{name}.{slot}"] = part

@@ -72,7 +72,7 @@ def quantize_rows(file: File, name: str, row: PlanRow, aliases: tuple[str, ...],
     scheme, op, e, rank = row.scheme, row.site.op, file.entries[name], len(file.entries[name].shape)
     axes = (*range(rank - 2), rank - 1, rank - 2) if row.site.transposed else None
     act = None if scheme.act is None else replace(scheme.act, spec=clean(scheme.act.spec))
-    meta = Meta(clean(scheme.weight), e.shape, e.dtype, act, axes)
+    meta = Meta(clean(scheme.weight), e.shape, e.dtype, act, axes).for_writing()
 
     def make() -> Iterable[tuple[str, int, Tensor]]:
         by_rows = rank > 1 and axes is None and meta.spec.rows_independent(meta.shape)
@@ -91,7 +91,7 @@ def _by_rows(
         stop = min(start + step, rows)
         x = file.read(name, start * width, stop * width).reshape(stop - start, *meta.shape[1:])
         for part, tensor in _quantize(file, name, x, scheme, replace(meta, shape=tuple(x.shape)), noise, op).items():
-            if not part.startswith(f"{name}.act_"):
+            if not part.startswith(f"{name}.act_") and part != name:
                 yield part, start * (tensor.numel() // tensor.shape[0]), tensor
             elif start == 0:
                 yield part, 0, tensor

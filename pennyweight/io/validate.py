@@ -21,7 +21,7 @@ from torch import Tensor
 from ..core import blocks
 from ..core.layouts import unpack_zero_point
 from ..core.numerics import Parts, dequantize, is_permutation
-from ..core.packing import unpack_bits
+from ..core.packing import flat_rows, unpack_bits
 from ..core.spec import QuantSpec
 from ..core.value_checks import around_offset, check_codes, check_range, check_real
 from .file import KeyedError
@@ -33,7 +33,7 @@ Get = Callable[[str], Tensor]
 def check_data(name: str, meta: Meta, get: Get) -> None:
     """Raise KeyedError if stored parts ``get(stored name)`` are invalid. dtypes and shapes are already checked."""
     try:
-        _check_value(name, meta.spec, meta.stored_shape, get, meta.signed_scale)
+        _check_value(name, meta.spec, meta.stored_shape, get, meta.signed_scale, meta.flat)
         if meta.act is not None and meta.act.mode == "static":
             scale = get(f"{name}.act_scale")
             check_real(scale, f"{name}.act_scale", signed=False)
@@ -84,12 +84,14 @@ def read_parts(name: str, spec: QuantSpec, shape: tuple[int, ...], get: Get) -> 
     return Parts(codes, **parts)
 
 
-def _check_value(name: str, spec: QuantSpec, shape: tuple[int, ...], get: Get, signed: bool) -> None:
-    n = spec.codes_shape(shape)[-1] if shape else 1
+def _check_value(
+    name: str, spec: QuantSpec, shape: tuple[int, ...], get: Get, signed: bool, flat: bool = False
+) -> None:
+    part_shape = blocks.counts(spec.block, shape)
+    n, zeros = ((flat_rows(s) if flat else s)[-1] if s else 1 for s in (spec.codes_shape(shape), part_shape))
     if spec.table_shape is not None:
         check_real(get(f"{name}.table"), f"{name}.table", signed=True)
     check_codes(get(f"{name}.codes"), spec.format, n, f"{name}.codes")
-    part_shape = blocks.counts(spec.block, shape)
     for slot, kind in spec.part_specs().items():
         full = f"{name}.{slot}"
         any_sign = slot == "offset" or signed
@@ -98,7 +100,7 @@ def _check_value(name: str, spec: QuantSpec, shape: tuple[int, ...], get: Get, s
             value = dequantize(read_parts(full, kind, part_shape, get), kind, part_shape)
             check_real(value, full, any_sign or kind.offset is not None)
         elif slot == "zero_point" and spec.zero_point_bits < 8:
-            check_codes(get(full), spec.zero_point_format, part_shape[-1] if part_shape else 1, full)
+            check_codes(get(full), spec.zero_point_format, zeros, full)
         elif slot == "zero_point":
             check_range(get(full), spec.zero_point_format, full)
         else:

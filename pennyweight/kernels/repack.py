@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ..core.layouts import READABLE, get_layout, portable_layout
+from ..core.layouts import READABLE, compact_layout, get_layout
 from ..core.tensor import AffineQuantizedTensor
 from .table import Case, Kernel, case_of, select
 
@@ -30,7 +30,7 @@ def choose_layout(case: Case, ops: tuple[str, ...] = ("linear",)) -> tuple[Kerne
             k.layout == layout or layout in READABLE for k in chosen
         ):
             return chosen[0], layout
-    layout = portable_layout(case.spec)
+    layout = compact_layout(case.spec, case.shape)
     return kernels_in(layout)[0], layout
 
 

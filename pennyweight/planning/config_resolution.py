@@ -10,13 +10,13 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import nn
 
-from ..core.arguments import check_skip, close_names, did_you_mean, hint, show
+from ..core.arguments import ReturnedInPlaceOfModel, check_skip, close_names, did_you_mean, hint, show
 from ..core.errors import ArgumentTypeError
 from .configs import AOBaseConfig, FqnToConfig
 from .configs.aliases import by_name, named
 from .configs.files import is_config_file, read_config
 from .name_patterns import NamePattern
-from .parameters import Place, is_linear, kind_of
+from .parameters import Place, computed_from, is_linear, kind_of
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -64,6 +64,8 @@ def not_a_config(name: str, value: Any) -> str:
         remedy = f"; call the class: {value.__name__}()"
     elif isinstance(value, Mapping):
         remedy = "; for configs by layer name write FqnToConfig({...})"
+    elif isinstance(value, ReturnedInPlaceOfModel):
+        remedy = "; pass the config that it was made with, and the same filter_fn and skip"
     else:
         remedy = ""
     return (
@@ -209,10 +211,14 @@ class ByName:
             if key in ("_default", EMBEDDINGS) or (type(config) in handled and any(_matches(key, m) for m in modules)):
                 continue
             mine = [p for p in places if _matches(key, p.name) or _matches(key, p.module_name)]
+            if any(_reaches(key, p) for p in mine) or (mine and config is None):
+                continue
+            for computed in filter(None, map(computed_from, places)):
+                if _matches(key, computed.layer) or _matches(key, computed.name):
+                    raise PlanError(f"{key!r}: {computed.name} is computed before each forward; {computed.remedy}")
             if not mine:
                 raise PlanError(_nothing(key, places, modules))
-            if config is not None and not any(_reaches(key, p) for p in mine):
-                raise PlanError(f"{key!r} matches nothing that can be quantized: {_type(mine[0])} at {mine[0].name}")
+            raise PlanError(f"{key!r} matches nothing that can be quantized: {_type(mine[0])} at {mine[0].name}")
 
 
 # -- parameters to skip ----------------------------------------------------------------------------------------------

@@ -150,9 +150,10 @@ class Site:
             return (-1, 1, *(-1,) * taps)
         return (-1,) * (taps + 1) if self.op == "convolution" else (-1,)
 
-    def _along_inputs(self, group: int) -> tuple[int, ...]:
-        """The block of ``group`` inputs of one output."""
-        return (group, 1, *(1,) * (len(self.shape) - 2)) if self.op == "transposed_convolution" else (group,)
+    def along_inputs(self, group: int) -> tuple[int, ...]:
+        """The block of ``group`` inputs of one output; of a convolution at one position of its kernel."""
+        taps = (1,) * (len(self.shape) - 2)
+        return {"convolution": (group, *taps), "transposed_convolution": (group, 1, *taps)}.get(self.op, (group,))
 
     @property
     def inputs(self) -> int:
@@ -160,15 +161,20 @@ class Site:
         return self.shape[{"convolution": 1, "transposed_convolution": 0}.get(self.op, -1)]
 
     def _groups(self, group: int, on_indivisible: str) -> tuple[int, ...]:
-        if self.op == "convolution":  # whole kernels, for as many input channels as fit into a group
-            channels = largest_divisor(self.shape[1], max(1, group // math.prod(self.shape[2:])))
+        if self.op == "convolution":  # whole kernels; 16 channels of 3x3 are a group of 128, and not 8 of them
+            channels = largest_divisor(self.shape[1], max(1, int(1.25 * group / math.prod(self.shape[2:]))))
             return (channels, *self._channel[1:])
+        return self.standard_block(group, on_indivisible)
+
+    def standard_block(self, group: int, on_indivisible: str = "pad") -> tuple[int, ...]:
+        """The block of exactly ``group`` inputs, as number formats with a fixed block size (MX, NVFP4) define it: along
+        the contracted axis, of a convolution its input channels. Raises Indivisible as :meth:`block` does."""
         k = self.inputs
         if group >= k or k % group == 0 or on_indivisible == "pad":
-            return self._along_inputs(group)
+            return self.along_inputs(group)
         divisor = largest_divisor(k, group)
         if divisor >= LEAST_GROUP and on_indivisible == "largest_divisor":
-            return self._along_inputs(divisor)
+            return self.along_inputs(divisor)
         remedy = f"group_size={divisor}, or " if divisor >= LEAST_GROUP else ""
         raise Indivisible(
             f"{self.name}: group size {group} does not divide its {k} inputs; "
@@ -244,8 +250,38 @@ def places(model: nn.Module) -> Iterator[list[Place]]:
     yield from found.values()
 
 
+class Computed(NamedTuple):
+    """A weight that is no parameter: its layer's FQN, its own, and the call that makes it one."""
+
+    layer: str
+    name: str
+    remedy: str
+
+
+def computed_from(place: Place) -> Computed | None:
+    """The weight of a layer that a parametrization or a hook (weight_norm, spectral_norm, pruning) computes from this
+    parameter before each forward."""
+    if isinstance(place.module, nn.utils.parametrize.ParametrizationList):
+        owner, _, name = place.module_name.rpartition(".")
+        layer = owner.rpartition("parametrizations")[0].rstrip(".")
+        remedy = f"call torch.nn.utils.parametrize.remove_parametrizations(layer, {name!r})"
+    else:
+        layer, name = place.module_name, place.param.rpartition("_")[0]
+        kind = kind_of(place.module)
+        if kind is None or name not in kind.params or _recomputed_from(place.module, name) is None:
+            return None
+        if f"{name}_g" in place.module._parameters:
+            call = "remove_weight_norm(layer"
+        elif f"{name}_mask" in place.module._buffers:
+            call = "prune.remove(layer"
+        else:
+            call = "remove_spectral_norm(layer"
+        remedy = f"call torch.nn.utils.{call}, {name!r})"
+    return Computed(layer, f"{layer}.{name}" if layer else name, remedy)
+
+
 def _recomputed_from(module: nn.Module, name: str) -> str | None:
-    """The parameter from which a hook (weight_norm, spectral_norm, pruning) computes ``name`` before each forward."""
+    """The parameter from which a hook computes ``name``."""
     return next((f"{name}_{end}" for end in ("orig", "g") if f"{name}_{end}" in module._parameters), None)
 
 
@@ -260,9 +296,10 @@ def make_site(place: Place, tensor: Tensor, *, named: bool = False) -> Site | st
     elif named and tensor.ndim in (2, 3):
         op = "linear" if tensor.ndim == 2 else "bmm"
     if op is None:
-        base = place.param.rpartition("_")[0]
-        if kind is not None and base in kind.params and _recomputed_from(place.module, base):
-            return f"{base} is computed from it before each forward; remove that parametrization first"
+        computed = computed_from(place)
+        if computed is not None:
+            own = computed.name.rpartition(".")[2]
+            return f"{own} is computed from it before each forward; {computed.remedy} first"
         if named and tensor.ndim > 1:
             return f"a bare parameter must be 2-d or 3-d to be quantized, this one is {tensor.ndim}-d"
         if kind is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import blocks
-from ..core.arguments import check_arguments, did_you_mean
+from ..core.arguments import ReturnedInPlaceOfModel, check_arguments, did_you_mean
 from ..core.numerics import quantize
 from ..core.tensor import AffineQuantizedTensor, check_finite
 from ..distributed.dtensor import local_tensor
@@ -21,7 +22,7 @@ from .config_resolution import EMBEDDINGS, Choice, Filter, Left, PlanError, Rule
 from .configs import AOBaseConfig, FqnToConfig
 from .module_handlers import HANDLERS, PREVIEWS, Handler, module_nbytes, run_handler, takes_parameter_name
 from .parameters import Indivisible, Place, Site, make_site, places
-from .report import Latency, Report, Row
+from .report import LARGER, Latency, Report, Row
 from .scheme import Scheme, stored_scale
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class PlanRow:
     places   every module attribute that holds it; the first gives the row's name; several if it is tied
     ops      kernel-table ops that read it
     already  True if it already has this scheme
+    again    True if it has another scheme, so that its values were rounded before
     latency  of its layer, once measured
     call     the bound handler: (model, device=...) -> the new module; handled: its config
     left     "filtered" or "skipped" if the filter or the user's skip list leaves it alone
@@ -59,6 +61,7 @@ class PlanRow:
     kernel: str = ""
     layout: str = "plain"
     already: bool = False
+    again: bool = False
     call: Any = field(default=None, repr=False)
     handled: AOBaseConfig | None = None
     latency: tuple[Latency, ...] = ()
@@ -76,7 +79,7 @@ class PlanRow:
 
 
 @dataclass(repr=False)
-class Plan:
+class Plan(ReturnedInPlaceOfModel):
     """One row per parameter, in the model's order; a tied parameter appears once. ``print(plan)`` shows a table."""
 
     config: Any
@@ -97,7 +100,17 @@ class Plan:
             if r.call is None and r.scheme is not None:
                 row.scheme_text, row.scheme_short = r.scheme.describe(), r.scheme.shorten()
             rows.append(row)
-        return Report(str(self.config), rows)
+        return Report(str(self.config), rows, notes=self._notes())
+
+    def _notes(self) -> list[str]:
+        again = [r.name for r in self.rows if r.again]
+        if not again:
+            return []
+        listed = ", ".join(again[:3]) + (", ..." if len(again) > 3 else "")
+        return [
+            f"{len(again)} parameters were quantized before ({listed}): their values are rounded again, and SQNR and "
+            "error compare with the quantized values, not with the float ones. Quantize the float model to lose less"
+        ]
 
     def to_pandas(self) -> DataFrame:
         """As :meth:`Report.to_pandas`."""
@@ -247,18 +260,21 @@ def _decide(row: PlanRow, config: AOBaseConfig, on_indivisible: str, device: Any
     row.ops = tuple(dict.fromkeys([site.op, *(s.op for s in found if isinstance(s, Site))]))
     if row.ops == ("embedding",):
         scheme = scheme.weight_only()
+    *rows, width = blocks.padded(scheme.weight.block, site.shape)
     _try(scheme, len(site.shape), site.dtype)
     row.scheme, notes = scheme, []
-    *rows, width = blocks.padded(scheme.weight.block, site.shape)
     if tuple(rows) != site.shape[:-1]:
         notes.append(f"{list(site.shape)} padded to {[*rows, width]}")
     elif width != site.shape[-1]:
         notes.append(f"{site.shape[-1]} inputs padded to {width}")
+    if scheme.weight.block is not None and len(scheme.weight.block) == 1 and scheme.weight.block[0] > site.shape[-1]:
+        notes.append(f"one group per row of {site.shape[-1]}")
     part = local_tensor(tensor)
     if part is not tensor:
         notes.append(f"quantized in full on each rank, then sharded: {', '.join(map(str, tensor.placements))}")  # type: ignore[attr-defined]
     if isinstance(part, AffineQuantizedTensor):
         row.already = _has_scheme(part, scheme)
+        row.again = not row.already
         notes.append("already quantized" if row.already else f"was {part.spec.with_(layout='plain')}, requantized")
     if row.already and isinstance(part, AffineQuantizedTensor):
         row.layout, row.kernel = part.spec.layout, select(row.ops[0], case_of(part)).name
@@ -267,9 +283,21 @@ def _decide(row: PlanRow, config: AOBaseConfig, on_indivisible: str, device: Any
         case = Case(scheme.weight, scheme.act, site.shape, site.dtype, "cpu" if kind == "meta" else kind)
         kernel, row.layout = choose_layout(case, row.ops)
         row.kernel, row.bytes_after = kernel.name, scheme.nbytes(site.shape, row.layout)
+        notes += _larger(row, scheme)
     if row.tied:
         notes.append(f"tied: {', '.join(row.tied)}")
     row.note = "; ".join(notes)
+
+
+def _larger(row: PlanRow, scheme: Scheme) -> list[str]:
+    """That a weight is larger than float, or that one of fewer bits is larger than int8 with a scale per channel."""
+    assert row.site is not None
+    numel, rows = math.prod(row.site.shape), row.site.shape[0]
+    if row.bytes_after > numel * row.site.dtype.itemsize:
+        return [f"{LARGER} float: {8 * row.bytes_after / numel:.1f} bits per weight"]
+    if scheme.weight.format.bits < 8 and row.bytes_after > numel + 4 * rows:
+        return [f"{LARGER} int8: {8 * row.bytes_after / numel:.1f} bits per weight"]
+    return []
 
 
 @lru_cache(maxsize=4096)

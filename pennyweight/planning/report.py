@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..core.arguments import ReturnedInPlaceOfModel
 from ..core.data_frame import ANY, FLAG, REAL, TEXT, WHOLE, to_frame
 from ..core.html_table import html_table
+from ..core.text_table import text_table
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 NOISE = 1.05
 # Attribute of a model, and key in the metadata of its files: the algorithm that chose its codes, if one did
 ALGORITHM = "pennyweight_algorithm"
+# In notes of weights that take more memory than int8, or than float
+LARGER = "larger than"
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class Row:
 
 
 @dataclass(repr=False)
-class Report:
+class Report(ReturnedInPlaceOfModel):
     """One row per parameter in the model's order; tied parameters appear once, under their first name. notes: remarks
     about the whole model.
 
@@ -158,10 +161,13 @@ class Report:
     def summary(self) -> str:
         """One line."""
         q, s = len(self.quantized), len(self.skipped)
+        large = sum(LARGER in r.note for r in self.quantized)
         before, after = self.bytes_before, self.bytes_after
         line = f"{q} parameters {self.verb}, {s} left alone; {size(before)} -> {size(after)}"
-        if after and before >= after:
-            line += f" ({before / after:.2f}x smaller)" if before >= 1.005 * after else " (same size)"
+        if after and before:
+            larger, ratio = after > before, max(before, after) / min(before, after)
+            line += f" ({ratio:.2f}x {'larger' if larger else 'smaller'})" if ratio >= 1.005 else " (same size)"
+        line += f"; {large} {'is' if large == 1 else 'are'} {LARGER} int8 or float" if large else ""
         return line + (f"; {len(self.slower)} are slower than float here" if self.slower else "")
 
     def to_dict(self) -> dict[str, Any]:
@@ -225,28 +231,15 @@ class Report:
         return self._text(layers=full, specs=False)
 
     def _text(self, layers: bool, specs: bool) -> str:
-        from io import StringIO
-
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
         columns, rows = self._cells(layers, specs)
         if len(rows) > LINES and not layers:  # many layers, all of them different
             left = len(rows) - LINES + 1
             more = [f"… {left} lines", *[""] * (len(columns) - 1)]
             rows = [*rows[: LINES - TAIL - 1], more, *rows[-TAIL:]]
         caption = "\n".join((self.summary(), *self.notes, *([] if layers else [_HINT])))
-        table = Table(
-            title=Text(self._title(full=specs)), title_justify="left", caption=Text(caption), caption_justify="left"
+        return text_table(
+            columns, rows, right=_RIGHT, title=self._title(full=specs), caption=caption, drop=_DROP, whole=specs
         )
-        for name in columns:
-            table.add_column(name, justify="right" if name in _RIGHT else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*map(Text, row))  # Text: rich would parse brackets as markup
-        out = StringIO()
-        Console(file=out, width=max(100, shutil.get_terminal_size((150, 50)).columns)).print(table)
-        return out.getvalue()
 
     def _title(self, full: bool) -> str:
         """The config; unless ``full``, a long one without its arguments, such as the layers of a mixture."""
@@ -278,6 +271,7 @@ class Report:
 FOLD_ABOVE = 24
 LINES, TAIL = 60, 10  # of a folded table, and of its end
 _RIGHT = ("shape", "before", "after", "SQNR dB", "error/nearest")
+_DROP = ("kernel", "shape")  # in a narrow terminal
 _TITLE = 120  # characters of a config above a table
 _HINT = "layers are grouped by name; report.to_string(full=True) lists each, report.to_pandas() is a data frame"
 

@@ -20,7 +20,7 @@ from ..algorithms.calibration.journal import Journal
 from ..algorithms.calibration.loop import CollectedStatistics, parse_bytes
 from ..algorithms.looked_up import solve_in_model
 from ..algorithms.solve import Solved, solve, stages
-from ..core.arguments import check_arguments, check_folder, did_you_mean
+from ..core.arguments import ReturnedInPlaceOfModel, check_arguments, check_folder, did_you_mean
 from ..core.errors import ArgumentTypeError
 from ..core.progress import Callback, Progress, ignore, step
 from ..core.tensor import AffineQuantizedTensor
@@ -115,7 +115,7 @@ def quantize_(
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps a module and puts its own prefix on names
     a_class = isinstance(config, type) and not issubclass(config, nn.Module)
-    if a_class or isinstance(config, nn.Module):
+    if a_class or isinstance(config, (nn.Module, ReturnedInPlaceOfModel)):
         raise ArgumentTypeError(not_a_config("config", config))
     if not isinstance(config, (AOBaseConfig, str)) and callable(config):
         if calibration is not None or algorithm is not None:
@@ -183,6 +183,11 @@ class Pipeline:
         with step("quantize_", progress) as self.told, torch.inference_mode(False), torch.no_grad():
             for name in ("spill", "resume"):
                 check_folder(name, getattr(self.options, name), create=name == "resume")
+            if self.options.resume is not None and not self.options.has_recipe:
+                raise PlanError(
+                    "resume keeps the finished blocks of a calibration, and without calibration or algorithm there is "
+                    "none; leave it out"
+                )
             recipe = self._recipe()
             batches = _batches(self.options.calibration, recipe)
             max_ram = None if self.options.max_ram is None else parse_bytes(self.options.max_ram, "max_ram")

@@ -16,7 +16,7 @@ from ..core.progress import Progress, step
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.run_batch import run_batch
 from .comparison import Comparison, Layer
-from .layers import Pair, first_tensor, model_bytes, pairs, same_shape, stored_bytes, unwrapped, weight_sqnr
+from .layers import Pair, doubts, first_tensor, model_bytes, pairs, same_shape, stored_bytes, unwrapped, weight_sqnr
 from .metrics import POOLINGS, TEMPERATURE, decibels, energies, ratio
 from .outputs import KINDS, Sums, batches_of, counting, evaluating, kind_of_output, labels_rule
 
@@ -58,7 +58,7 @@ def compare(
     Both models run each batch in eval mode, one after the other (a compiled model runs uncompiled). Neither is changed,
     and each module's training mode is restored. Layers are matched by the names of their weights. Memory: the float
     model's layer outputs of one batch, at most 1 GiB at a time. Raises ValueError if the outputs cannot be compared, or
-    if there are no batches.
+    if there are no batches. The result says first if these are two different models, or exchanged ones (``wrong``).
 
     >>> import copy, torch, pennyweight as pw
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
@@ -97,7 +97,7 @@ def compare(
         sums.kind, sums.sequences, sums.rows, kl, interval, top1, perplexity,
         (float(cosines.mean()), float(cosines.min())), ratio(sums.signal, sums.noise),
         decibels(sums.signal, sums.noise), model_bytes(exact), model_bytes(found), probe.layers(both),
-        unmatched,
+        unmatched, *doubts(exact, found, both),
     )  # fmt: skip
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..core.data_frame import ANY, FLAG, REAL, TEXT, WHOLE, to_frame
 from ..core.html_table import html_table
+from ..core.text_table import text_table
 from ..planning.report import size
 from .metrics import Distribution
 
@@ -90,6 +90,8 @@ class Comparison:
     cosine       of rows: mean and minimum
     error        |y_q - y| / |y| of all outputs; sqnr: the same in dB
     unmatched    weights that only one model has, or with different shapes: one sentence each
+    wrong        why the second model cannot be the first one quantized: other weights, or the models are exchanged; ""
+    reference    a sentence if weights of the float model are quantized themselves, else ""
     """
 
     kind: str
@@ -106,6 +108,8 @@ class Comparison:
     bytes: int
     layers: tuple[Layer, ...]
     unmatched: tuple[str, ...] = ()
+    wrong: str = ""
+    reference: str = ""
 
     @property
     def quantized(self) -> tuple[Layer, ...]:
@@ -179,7 +183,8 @@ class Comparison:
 
     def summary(self) -> list[tuple[str, str]]:
         """(name, text) of each metric of the whole model."""
-        out = [("compared", f"{self.rows:,} {_THINGS[self.kind]} of {self.sequences:,} sequences")]
+        out = [(name, text) for name, text in (("WRONG", self.wrong), ("reference", self.reference)) if text]
+        out.append(("compared", f"{self.rows:,} {_THINGS[self.kind]} of {self.sequences:,} sequences"))
         if self.kl is not None:
             interval = f" (95 %: {_range(self.kl_interval)})" if self.kl_interval else ""
             spread = f"median {self.kl.median:.3g}, p99 {self.kl.p99:.3g}, max {self.kl.max:.3g}"
@@ -219,7 +224,8 @@ class Comparison:
         facts = dict(self.summary())
         loss = "relative error" if self.kl is None else KL_OF[self.kind]
         some = [f"{loss} {facts[loss]}"] + ([] if self.top1 is None else [f"top-1 agreement {self.top1:.2%}"])
-        return f"<Comparison: {facts['compared']}; {'; '.join(some)}; stored {facts['stored']}>"
+        wrong = f"{self.wrong}; " if self.wrong else ""
+        return f"<Comparison: {wrong}{facts['compared']}; {'; '.join(some)}; stored {facts['stored']}>"
 
     def _repr_html_(self) -> str:
         columns, rows = self._cells(self.layers)
@@ -232,27 +238,14 @@ class Comparison:
 
     def table(self, *, full: bool = True) -> str:
         """Metrics, then layers, worst first; with ``full=False`` only as many as fit on a screen."""
-        from io import StringIO
-
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
         shown = self.layers if full else self.layers[:SHOWN]
-        table = Table(caption=Text(_caption(len(self.layers) - len(shown))), caption_justify="left")
         columns, rows = self._cells(shown)
-        for name in columns:
-            justify: Any = "right" if name in _RIGHT else "left"
-            table.add_column(name, justify=justify, overflow="fold", no_wrap=name.endswith("dB"))
-        for row in rows:
-            table.add_row(*map(Text, row))
-        out = StringIO()
         lines = [f"{what + ':':<24}{figure}" for what, figure in self.summary()]
         lines += [f"not compared: {text}" for text in self.unmatched[:UNMATCHED]]
         if len(self.unmatched) > UNMATCHED:
             lines.append(f"not compared: {len(self.unmatched) - UNMATCHED} more, see .unmatched")
-        Console(file=out, width=max(100, shutil.get_terminal_size((150, 50)).columns)).print(table)
-        return "\n".join(lines) + "\n" + out.getvalue()
+        caption = _caption(len(self.layers) - len(shown))
+        return "\n".join(lines) + "\n" + text_table(columns, rows, right=_RIGHT, caption=caption, drop=("shape",))
 
     def _cells(self, layers: tuple[Layer, ...]) -> tuple[list[str], list[list[str]]]:
         rows = []

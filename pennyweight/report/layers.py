@@ -84,6 +84,30 @@ def pairs(exact: nn.Module, found: nn.Module) -> tuple[list[Pair], tuple[str, ..
     return both, tuple(apart)
 
 
+def doubts(exact: nn.Module, found: nn.Module, both: list[Pair]) -> tuple[str, str]:
+    """(why the second model cannot be the first one quantized; that weights of the float model are quantized
+    themselves), a sentence each, or ""."""
+    names = [p.name for (p, *_) in weights(exact) if isinstance(p.get(), AffineQuantizedTensor)]
+    reference = f"{len(names)} weights of the float model are quantized ({names[0]})" if names else ""
+    places = list(weights(found))
+    if names and not any(isinstance(p.get(), AffineQuantizedTensor) for (p, *_) in places):
+        return f"{reference}, and none of the other model; exchange them, the float model first", ""
+    if 2 * len(both) < len(places):
+        wrong = (
+            f"only {len(both)} of {len(places)} weights have the same name and shape in the float model: these are "
+            "different models; compare with the float model that was quantized"
+        )
+        return wrong, ""
+    return "", f"{reference}: errors are relative to them" if reference else ""
+
+
+def check_one_model(exact: nn.Module, found: nn.Module, exact_path: str, path: str) -> None:
+    """Raise ValueError if the second folder cannot hold the model of the first, quantized."""
+    wrong, _ = doubts(exact, found, pairs(exact, found)[0])
+    if wrong:
+        raise ValueError(f"{exact_path} (float) and {path}: {wrong}")
+
+
 def _once(where: list[Place]) -> list[Place]:
     """The places without duplicates of one attribute of one module."""
     return list({(id(p.module), p.param): p for p in reversed(where)}.values())[::-1]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.arguments import check_arguments
+from ..core.extras import install
 from ..core.progress import Progress
 from ..io import loading
 from ..io.config_files import folder_of, read_config, read_side_json
@@ -147,7 +148,7 @@ def load_tokenizer(folder: str) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise ValueError("--text needs transformers for its tokenizers: pip install 'pennyweight[hf]'") from None
+        raise ValueError(f"--text needs transformers for its tokenizers: {install('hf')}") from None
     if read_config(folder) is None:
         raise ValueError(f"{folder} has no config.json; --text needs a model folder with a tokenizer")
     try:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from importlib import import_module, resources
 from typing import Any
 
+from ..core.extras import install
 from ..planning.layer_kinds import KINDS
 from ..planning.report import Latency, size
 from . import svg_figures
@@ -28,7 +29,7 @@ def require_packages() -> None:
         try:
             import_module(name)
         except ImportError:
-            raise ValueError(f"the HTML report needs {name}; pip install 'pennyweight[report]'") from None
+            raise ValueError(f"the HTML report needs {name}: {install('report')}") from None
 
 
 def html(page: Page) -> str:

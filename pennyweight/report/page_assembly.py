@@ -24,7 +24,7 @@ from .bytes_by_kind import KindBytes, model_kinds, stored_kinds
 from .compare_models import compare, compare_weights
 from .comparison import Comparison, Layer
 from .error_sources import error_sources
-from .layers import Inputs, activations, model_bytes, pairs, unwrapped
+from .layers import Inputs, activations, check_one_model, model_bytes, pairs, unwrapped
 from .loading import (
     input_batches,
     is_causal,
@@ -103,6 +103,7 @@ def gather(
     for path in paths:
         told(f"loading {path}")
         loaded.append(load_folder(path, float_dir))
+        check_one_model(exact, loaded[-1], float_dir, path)
     several = len(paths) > 1
     patience = PATIENCE if trials is None else math.inf
     trials = (TRIALS_OF_SEVERAL if several else TRIALS) if trials is None else trials

@@ -141,7 +141,7 @@ def replaced(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
             place.set(weights[place.name])
         yield
     finally:
-        for place, tensor in old:
+        for place, tensor in reversed(old):  # a module with two names is replaced twice
             place.set(tensor)
 
 

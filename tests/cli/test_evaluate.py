@@ -143,3 +143,18 @@ def test_pooling_as_sentence_transformers_says(tmp_path: Path, config: Any, expe
         (tmp_path / "1_Pooling").mkdir()
         (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(config))
     assert pooling_of(str(tmp_path)) == expected
+
+
+def test_exchanged_folders_and_other_models_are_refused(run: Any, writer: Path, small: Path, text: Path) -> None:
+    for command in (["eval", small, writer], ["report", writer, "--float", small, "-o", writer.parent / "r.html"]):
+        result = run(*command, "--text", text)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"{small} (float) and {writer}: " in result.stderr
+        assert "and none of the other model; exchange them" in result.stderr
+    other = writer.parent / "other"
+    config = AutoModelForCausalLM.from_pretrained(writer).config
+    config.intermediate_size, config.num_hidden_layers = 48, 4
+    AutoModelForCausalLM.from_config(config).save_pretrained(other)
+    result = run("eval", writer, other, "--text", text)
+    assert result.exit_code == 2
+    assert "weights have the same name and shape in the float model: these are different models" in result.stderr

@@ -83,7 +83,7 @@ def test_refusals(run: Any, plain: Path, llama: Path, tmp_path: Path, monkeypatc
     run("quantize", llama, small, "--config", "int8")
     assert "is already quantized (model.layers.0" in refused(run, small, out, "--config", "int8")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnx_ir" else object())
-    assert refused(run, small, out) == "export to ONNX needs onnx_ir: pip install 'pennyweight[onnx]'"
+    assert refused(run, small, out) == "export to ONNX needs onnx_ir: pip install onnx onnxscript onnxruntime"
     assert not os.path.exists(out)
 
 

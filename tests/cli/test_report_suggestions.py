@@ -85,7 +85,8 @@ def test_a_trial_leaves_the_model_as_it_was() -> None:
     assert found.saves < 0
     assert found.error_after < found.error_before == comparison.kl.mean
     assert {name: id(p) for name, p in small.named_parameters()} == before
-    with replaced(small, {"lm_head.weight": model.lm_head.weight}):
+    small.again = small.lm_head  # a module with two names
+    with replaced(small, dict.fromkeys(("lm_head.weight", "again.weight"), model.lm_head.weight)):
         assert small.lm_head.weight is model.lm_head.weight
     assert {name: id(p) for name, p in small.named_parameters()} == before
 

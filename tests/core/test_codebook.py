@@ -317,7 +317,7 @@ def test_products_lookups_and_graphs(spec: QuantSpec) -> None:
 def test_files(spec: QuantSpec) -> None:
     w = make(spec, 5, 37)
     tensors, metadata = flatten({"w": w})
-    assert '"version":3' in metadata["pennyweight"]
+    assert '"version":4' in metadata["pennyweight"]
     assert sum(t.nbytes for t in tensors.values()) <= w.nbytes
     back = unflatten(tensors, metadata)["w"]
     assert back.spec.with_(layout="plain") == w.spec.with_(layout="plain")

@@ -11,7 +11,7 @@ from pennyweight.planning.engines import ROWS, Reads, SpecRow
 from tests.engines.test_onnx import config_of
 from tests.io.gguf.test_export import CONFIG, saved
 
-pytest.importorskip("llama_cpp", reason="pip install pennyweight[engines]")
+pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python")
 
 
 @pytest.mark.filterwarnings("ignore")  # theirs, on the way out

@@ -279,6 +279,15 @@ def storages(model: Tied) -> set[int]:
     return {layer.weight.parts.codes.data_ptr() for layer in (model.table, model.a, model.b)}
 
 
+def test_a_table_that_only_the_head_freezes() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(96, 64), "head": nn.Linear(64, 96, bias=False)})
+    model["head"].weight = model["embed"].weight
+    pw.quantize_(model, "int8")
+    (row,) = pw.freeze_(model).rows
+    assert row.note == "frozen at head.weight only; tied: head.weight"
+    assert row.quantized
+
+
 @torch.no_grad()  # a graph that holds a weight keeps torch from moving it
 def test_tied_weights_stay_one_storage() -> None:
     model, index = Tied(), torch.tensor([3, 5])

@@ -1,6 +1,8 @@
 """accelerate's hooks move and hold quantized weights like any others."""
 
 import copy
+import subprocess
+import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -15,11 +17,14 @@ from accelerate import (
     dispatch_model,
     init_empty_weights,
     load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
 )
 from accelerate.utils import set_module_tensor_to_device
 from transformers import LlamaForCausalLM
 
 import pennyweight as pw
+from pennyweight.integrations.transformers import attach_quantizer
+from pennyweight.io import CheckpointError
 from tests.integrations import writers
 from tests.integrations.small import IDS, assert_same_weights, float_folder, llama, shape
 from tests.integrations.writers import Writer
@@ -94,6 +99,90 @@ def test_load_checkpoint_and_dispatch(model: Any, quantized: bool, tmp_path: Pat
         load_checkpoint_and_dispatch(
             empty(), str(tmp_path / "state.bin"), device_map={"": "disk"}, offload_folder=tmp_path / "off"
         )
+
+
+LOADERS = {
+    "in_model": load_checkpoint_in_model,
+    "in_model, device_map": partial(load_checkpoint_in_model, device_map={"": "cpu"}),
+    "and_dispatch": partial(load_checkpoint_and_dispatch, device_map={"": "cpu"}),
+}
+
+
+def empty_llama() -> Any:
+    with init_empty_weights():
+        return LlamaForCausalLM(shape()).eval()
+
+
+def other_llama(config: Any = None) -> Any:
+    torch.manual_seed(11)
+    made = LlamaForCausalLM(shape()).eval()
+    if config is not None:
+        pw.quantize_(made.model, config)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:load_state_dict:UserWarning")  # that values are copied into another form
+@pytest.mark.parametrize("shards", [1 << 30, 20_000], ids=["one file", "shards"])
+@pytest.mark.parametrize("into", ["float", "the same config", "empty"])
+@pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
+def test_loaders_read_native_folders(load: Any, into: str, shards: int, tmp_path: Path) -> None:
+    if into == "empty" and load is load_checkpoint_in_model:
+        pytest.skip("accelerate needs a device_map for a model without weights, whatever the file")
+    model = llama()
+    pw.quantize_(model.model, CONFIGS["int4"])
+    pw.save(model, tmp_path, max_shard_bytes=shards)
+    made = {"float": other_llama, "empty": empty_llama, "the same config": partial(other_llama, CONFIGS["int4"])}[
+        into
+    ]()
+    load(made, str(tmp_path))
+    torch.testing.assert_close(logits(made), logits(model), rtol=1e-4, atol=1e-5)
+
+
+def test_a_folder_that_cannot_be_read_file_by_file_is_an_error(tmp_path: Path) -> None:
+    """transformers gives all shards the whole manifest, and divides the parts of a weight as it likes."""
+    model = llama()
+    pw.quantize_(model.model, CONFIGS["int4"])
+    attach_quantizer(model, CONFIGS["int4"]).save_pretrained(tmp_path, max_shard_size="20KB")
+    made = other_llama()
+    before = logits(made)
+    with pytest.raises(CheckpointError, match=r"pennyweight\.load\(folder, model\)"):
+        load_checkpoint_and_dispatch(made, str(tmp_path), device_map={"": "cpu"})
+    assert torch.equal(logits(made), before)
+
+
+WITHOUT_US = """
+import sys
+import torch
+from accelerate import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
+from safetensors.torch import load_file
+folder = sys.argv[1]
+state = load_file(folder + "/model.safetensors")
+nn = torch.nn
+make = lambda: nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64), nn.Linear(64, 32))
+for load in (
+    lambda m: load_checkpoint_in_model(m, folder),
+    lambda m: load_checkpoint_in_model(m, folder, device_map={"": "cpu"}),
+    lambda m: load_checkpoint_and_dispatch(m, folder, device_map={"": "cpu"}),
+    lambda m: m.load_state_dict(state, strict=False),
+    lambda m: m.load_state_dict(state, strict=False, assign=True),
+):
+    try:
+        load(make())
+    except (RuntimeError, ValueError) as error:
+        assert "torch.Size([0])" in str(error), error
+    else:
+        sys.exit("weights that the file does not have were left as they were initialized")
+assert "pennyweight" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("config", ["int8", "int4", "nvfp4"])
+def test_no_loader_leaves_random_weights_in_a_process_without_us(config: str, tmp_path: Path) -> None:
+    pw.save(writers.quantized(writers.pair, config), tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WITHOUT_US, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_dispatch_model(model: Any) -> None:

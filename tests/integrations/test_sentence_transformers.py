@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
@@ -66,6 +67,22 @@ def test_quantized_saved_and_loaded(name: str, tmp_path: Path) -> None:
     assert len(mine) == 13
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(w, theirs[n]) for n, w in mine.items())
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["quantized", "fused"])
+def test_pool_of_processes(fused: bool, tmp_path: Path) -> None:
+    """Its processes are started by "spawn", and get the model as an argument."""
+    model = sentences(encoder_folder(tmp_path))
+    pw.quantize_(model, "int8")
+    if fused:
+        pw.fuse_(model)
+    expected = model.encode(TEXTS, batch_size=1)
+    pool = model.start_multi_process_pool(["cpu", "cpu"])
+    try:
+        got = model.encode(TEXTS, pool=pool, batch_size=1, chunk_size=1)
+    finally:
+        model.stop_multi_process_pool(pool)
+    np.testing.assert_array_equal(got, expected)
 
 
 def test_quantized_while_loading(tmp_path: Path) -> None:

@@ -93,11 +93,11 @@ def check(writer: Writer, model: Any, other: Any, folder: Path, call: Callable[[
 
 
 def assert_bytes_are_tensors(folder: Path, model: Any) -> None:
-    """No file has, under the name of a quantized weight, anything but its float value."""
+    """No file has, under the name of a quantized weight, anything but its float value, or our guard: an empty tensor."""
     weights = {n: t for n, t in model.state_dict().items() if isinstance(t, pw.AffineQuantizedTensor)}
     for path in folder.rglob("*.safetensors"):
         if path.stat().st_size == 0:  # DCP opens its file before it asks for the bytes
             continue
         for name, held in safetensors.torch.load_file(path).items():
-            if name in weights:
+            if name in weights and held.shape != (0,):
                 torch.testing.assert_close(held, weights[name].dequantize(held.dtype), rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""docs/format.md, versions 1 to 3, with numpy alone: read(path) -> {name: array}, quantized tensors as float32.
+"""docs/format.md, versions 1 to 4, with numpy alone: read(path) -> {name: array}, quantized tensors as float32.
 
 Written from the page, not from the library, so that the page is known to be enough. It trusts its file.
 """
@@ -42,31 +42,31 @@ def read(path):
     for name, meta in manifest["tensors"].items():
         axes = meta.get("axes", list(range(len(meta["shape"]))))
         shape = [meta["shape"][axes.index(i)] for i in range(len(axes))]
-        x = value(name, meta["spec"], shape, stored)
+        x = value(name, meta["spec"], shape, stored, meta.get("flat", False))
         if meta.get("perm"):
             x = x[..., np.argsort(stored[f"{name}.perm"])]
         out[name] = x.transpose(axes)
     used = tuple(f"{name}." for name in manifest["tensors"])
-    out |= {name: array for name, array in stored.items() if not name.startswith(used)}
+    out |= {name: array for name, array in stored.items() if name not in out and not name.startswith(used)}
     return out | {alias: out[name] for alias, name in manifest["aliases"].items()}
 
 
-def value(name, spec, shape, stored):
+def value(name, spec, shape, stored, flat=False):
     """float32 values of a quantized tensor of stored ``shape``."""
     block = shape if spec["block"] is None else [1] * (len(shape) - len(spec["block"])) + spec["block"]
     block = [max(n, 1) if b == -1 else max(min(b, n), 1) for n, b in zip(shape, block, strict=True)]
     groups = [-(-n // b) for n, b in zip(shape, block, strict=True)]
     padded = [g * b for g, b in zip(groups, block, strict=True)]
     if spec["format"].startswith("learned"):
-        x = learned(stored[f"{name}.codes"], stored[f"{name}.table"], spec["format"], padded)
+        x = learned(stored[f"{name}.codes"], stored[f"{name}.table"], spec["format"], padded, flat)
     else:
-        x = decode(spec["format"], codes(stored[f"{name}.codes"], spec["format"], padded)).astype(np.float32)
+        x = decode(spec["format"], codes(stored[f"{name}.codes"], spec["format"], padded, flat)).astype(np.float32)
     x = x - np.float32(spec.get("mid", 0))
 
     def part(key):
         p = spec[key]
         if key == "zero_point" and p is not True:  # a bit stream of numbers of that format
-            p = codes(stored[f"{name}.{key}"], p, groups)
+            p = codes(stored[f"{name}.{key}"], p, groups, flat)
         else:
             p = value(f"{name}.{key}", p, groups, stored) if isinstance(p, dict) else stored[f"{name}.{key}"]
         p = p.astype(np.float32)
@@ -84,22 +84,23 @@ def value(name, spec, shape, stored):
     return np.clip(x[tuple(slice(n) for n in shape)], -limit, limit)
 
 
-def codes(raw, f, padded):
-    """Codes [padded] of a stored tensor; bit streams are unpacked, signed ones shifted back."""
+def codes(raw, f, padded, flat=False):
+    """Codes [padded] of a stored tensor; bit streams are unpacked, signed ones shifted back. flat: one stream for each
+    entry of the first axis."""
     bits = BITS.get(f) or int(f.removeprefix("u").removeprefix("int"))
     if bits == 8:
         return raw
     stream = np.unpackbits(raw.reshape(*raw.shape[:-1], -1), axis=-1, bitorder="little")
-    n = padded[-1]
+    n = int(np.prod(padded[1:])) if flat else padded[-1]
     words = stream[..., : n * bits].reshape(*padded, bits).astype(np.int32) @ (1 << np.arange(bits))
     return words - (1 if f == "ternary" else 1 << (bits - 1) if f.startswith("int") else 0)
 
 
-def learned(raw, table, f, padded):
+def learned(raw, table, f, padded, flat=False):
     """Rows of the tensor's own table, one for each code, beside each other."""
     bits, _, dim = f.removeprefix("learned").partition("x")
     dim = int(dim or 1)
-    found = codes(raw, f"uint{bits}", [*padded[:-1], -(-padded[-1] // dim)])
+    found = codes(raw, f"uint{bits}", [*padded[:-1], -(-padded[-1] // dim)], flat)
     x = table.astype(np.float32)[found].reshape(*padded[:-1], -1)
     return x[..., : padded[-1]]
 

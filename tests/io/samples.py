@@ -28,6 +28,7 @@ SPECS = {
     "shifted": TINYGEMM,
     "static": QuantSpec(INT8, (-1,)),
     "reordered": QuantSpec(UINT4, (16,), scale=torch.float16, zero_point=True),
+    "conv": QuantSpec(INT4, (-1, -1, -1)),
 }
 
 
@@ -37,7 +38,8 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         for name in SPECS:
-            self.add_module(name, nn.Linear(37 if name in ("odd", "rows") else 64, 8))
+            linear = nn.Linear(37 if name in ("odd", "rows") else 64, 8)
+            self.add_module(name, nn.Conv2d(4, 8, (3, 3)) if name == "conv" else linear)
         self.tied = nn.Linear(64, 8, bias=False)
         self.tied.weight = self.int4.weight
         self.register_buffer("steps", torch.tensor(3))

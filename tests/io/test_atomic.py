@@ -175,7 +175,7 @@ def see_quantized(d: Path) -> set[str]:
     for name, t in NEW.items():
         torch.testing.assert_close(found[name], t, atol=0.02, rtol=0)
     assert other is not None
-    assert other.keys() == {f"{name}.{part}" for name in NEW for part in ("codes", "scale")}
+    assert other.keys() == {f"{name}{part}" for name in NEW for part in ("", ".codes", ".scale")}
     return {"new"}
 
 
@@ -314,6 +314,13 @@ def test_a_full_disk_leaves_the_old_one(name: str, tmp_path: Path) -> None:
             operation.write(d)
         assert operation.see(d) == before
         check_next(name, operation, d, before)
+
+
+@pytest.mark.parametrize("name", ["model", "model.safetensors"])
+def test_a_full_disk_says_what_was_needed(name: str, tmp_path: Path) -> None:
+    said = rf"No space left on device: {tmp_path / name}: 2048 bytes are required, \d+ are free"
+    with pytest.raises(OSError, match=said), full_after(100):
+        pw.save({"w": torch.zeros(16, 32)}, tmp_path / name)
 
 
 # -- several at once ---------------------------------------------------------------------------------------------------

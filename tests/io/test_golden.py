@@ -1,4 +1,4 @@
-"""Files of format versions 1 to 3, written once, read for ever: by the library and by the numpy reader."""
+"""Files of format versions 1 to 4, written once, read for ever: by the library and by the numpy reader."""
 
 import hashlib
 from pathlib import Path
@@ -22,6 +22,9 @@ SECOND = GOLDEN.parent / "v2"
 SECOND_SHA256 = "54b47587db67943ae02e57575f6e1c4ea63c19d4151bafffcb62ce0ab8b53620"
 
 THIRD = GOLDEN.parent / "v3"
+FOURTH = GOLDEN.parent / "v4"
+FOURTH_SHA256 = "fbb0fafaac839516ad46558fdbb051995986c0c6abc5ade181f49e61f5d214e1"
+
 THIRD_SHA256 = "d0b52361758c1d845710f5171e9479822e09767bb8d34f0aef60aea9324747fb"
 
 
@@ -30,6 +33,7 @@ def test_the_files_are_the_ones_that_were_written_then() -> None:
     assert hashlib.sha256((GOLDEN / "all.safetensors").read_bytes()).hexdigest() == ALL_SHA256
     assert hashlib.sha256((SECOND / "all.safetensors").read_bytes()).hexdigest() == SECOND_SHA256
     assert hashlib.sha256((THIRD / "all.safetensors").read_bytes()).hexdigest() == THIRD_SHA256
+    assert hashlib.sha256((FOURTH / "all.safetensors").read_bytes()).hexdigest() == FOURTH_SHA256
 
 
 @pytest.mark.parametrize("path", ["all.safetensors", "sharded"])
@@ -68,16 +72,6 @@ def test_numpy_reader() -> None:
         np.testing.assert_array_equal(out[name], expected.float().numpy() if expected.is_floating_point() else expected)
 
 
-def test_saving_what_was_read_gives_the_same_bytes_while_the_version_is_1(tmp_path: Path) -> None:
-    save(
-        load(GOLDEN / "all.safetensors"), tmp_path / "again.safetensors", metadata={"note": "a string of the writer's"}
-    )
-    again, old = (tmp_path / "again.safetensors").read_bytes(), (GOLDEN / "all.safetensors").read_bytes()
-    assert len(again) == len(old)
-    n = 8 + int.from_bytes(old[:8], "little")
-    assert again[n:] == old[n:]
-
-
 def read(folder: Path) -> dict[str, torch.Tensor]:
     """What the library reads, after the values were compared: its own, the numpy reader's and those written down."""
     expected = safetensors.torch.load_file(folder / "expected.safetensors")
@@ -90,10 +84,28 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     return out
 
 
-@pytest.mark.parametrize("folder", [SECOND, THIRD], ids=lambda folder: folder.name)
-def test_saving_what_was_read_gives_the_same_file(folder: Path, tmp_path: Path) -> None:
-    save(load(folder / "all.safetensors"), tmp_path / "again.safetensors")
-    assert (tmp_path / "again.safetensors").read_bytes() == (folder / "all.safetensors").read_bytes()
+def test_saving_what_was_read_gives_the_same_file(tmp_path: Path) -> None:
+    save(load(FOURTH / "all.safetensors"), tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == (FOURTH / "all.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("folder", [GOLDEN, SECOND, THIRD], ids=lambda folder: folder.name)
+def test_older_files_are_saved_as_version_4_with_the_same_parts(folder: Path, tmp_path: Path) -> None:
+    old = load(folder / "all.safetensors")
+    save(old, tmp_path / "again.safetensors")
+    before = safetensors.torch.load_file(folder / "all.safetensors")
+    after = safetensors.torch.load_file(tmp_path / "again.safetensors")
+    quantized = {name for name, w in old.items() if isinstance(w, QT)}
+    guards = after.keys() - before.keys()
+    assert guards <= quantized
+    assert all(after[name].shape == (0,) for name in guards)
+    for name, part in before.items():
+        assert after[name].reshape(-1).view(torch.uint8).tolist() == part.reshape(-1).view(torch.uint8).tolist() or (
+            after[name].numel() < part.numel()  # packed flat now
+        )
+    for name, value in load(tmp_path / "again.safetensors").items():
+        same, mine = (t.dequantize() if isinstance(t, QT) else t for t in (value, old[name]))
+        assert torch.equal(same, mine), name
 
 
 def test_version_2() -> None:
@@ -113,3 +125,27 @@ def test_version_3() -> None:
         "tensor": "uint4",
     }  # fmt: skip
     assert out["scales"].spec.scale.zero_point.name == "uint4"
+
+
+def test_version_4() -> None:
+    """Guards, and codes of convolutions in one stream per output channel."""
+    out = read(FOURTH)
+    with safetensors.safe_open(FOURTH / "all.safetensors", "pt") as f:
+        stored = {name: f.get_slice(name).get_shape() for name in f.keys()}
+    for name, w in out.items():
+        if isinstance(w, QT) and name != "tied":
+            assert stored[name] == [0]
+            assert stored[f"{name}.codes"] == list(
+                w.spec.stream_shape(w.spec.codes_shape(w.stored_shape), w.spec.format.bits)
+            )
+    assert {n for n, w in out.items() if isinstance(w, QT) and w.spec.layout == "flat_bits"} == {
+        "conv1x1",
+        "tied",
+        "conv3x3",
+        "conv1d",
+        "conv.zeros",
+        "conv.nested",
+        "conv.learned",
+        "conv.ternary",
+    }
+    assert out["tied"] is out["conv1x1"]

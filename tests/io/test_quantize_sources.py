@@ -9,7 +9,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from pennyweight.cli.inspect import contents as inspected
 from pennyweight.io import CheckpointError, load, quantize_checkpoint
+from pennyweight.io import open as open_any
 from pennyweight.quantize import PlanError, quantize_
 from tests.io.test_native_format import assert_same
 from tests.io.test_quantize_files import CONFIGS, contents, source
@@ -30,6 +32,9 @@ def test_nan_names_the_tensor_and_the_rest_stays_for_resume(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match=r"b\.weight: 1 of 4096 values are NaN or inf"):
         quantize_checkpoint(src, tmp_path / "dst", CONFIGS["int8"], max_shard_bytes=5000)
     assert {"model-00001-of-00002.safetensors", "quantize.progress.json"} == set(contents(tmp_path / "dst"))
+    for read in (open_any, inspected, lambda path: load(path, torch.nn.Linear(8, 8))):
+        with pytest.raises(CheckpointError, match=r"is unfinished.*run the same command again"):  # not: use a shard
+            read(str(tmp_path / "dst"))
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,13 @@ MODEL: list[Row] = [
     ('training.enable_fake_quant("m")', TypeError, ("model must be", "got 'm'")),
     ('training.convert_to_float8_training("m")', TypeError, ("model must be", "got 'm'")),
     ('training.Teacher("m")', TypeError, ("model must be", "got 'm'")),
+    ("report(x)", TypeError, ("a Report is not the model", "in place", "use the model that was passed")),
+    ("report.eval()", AttributeError, ("a Report has no attribute 'eval'", "in place", "use the model that was")),
+    ("report.parameters()", AttributeError, ("'parameters'", "in place", "use the model that was passed")),
+    ("report.rwos", AttributeError, ("a Report has no attribute 'rwos'", "did you mean 'rows'")),
+    ('pw.save(report, "out")', TypeError, ("model must be", "got a Report", "pass the model")),
+    ("pw.dequantize_(report)", TypeError, ("model must be", "got a Report", "change the model in place")),
+    ("planned(x)", TypeError, ("a Plan is not the model", "use the model that was passed")),
     ("pw.sample(mlp)", PlanError, ("Sequential cannot generate text", "pass your own calibration data")),
     ('pw.quantize_(frozen, "int4")', PlanError, ("0 is frozen (2 layers", "thaw_(model)")),
     ('pw.quantize_(with_nan, "int8")', PlanError, ("0.weight", "1 of 8192 values are NaN", "(128, 64)", "fix or skip")),
@@ -56,6 +63,9 @@ MODEL: list[Row] = [
 ]  # fmt: skip
 
 CALLS: list[Row] = [
+    ("pw.quantize_(mlp, planned)", TypeError, ("got a Plan", "the config that it was made with", "filter_fn and skip")),
+    ("pw.plan(mlp, planned)", TypeError, ("got a Plan", "the config that it was made with")),
+    ("pw.quantize_(mlp, report)", TypeError, ("got a Report", "the config that it was made with")),
     ("pw.quantize_(mlp)", TypeError, ("quantize_ needs config", "Int8WeightOnlyConfig()", '"int8"')),
     ('pw.quantize_(mlp, "int8", filter="lm_head")', TypeError, ("no argument 'filter'", "did you mean 'filter_fn'")),
     ('pw.quantize_(mlp, "int8", skips=["0"])', TypeError, ("no argument 'skips'", "did you mean 'skip'")),
@@ -80,6 +90,7 @@ CALLS: list[Row] = [
     ('pw.quantize_(mlp, "int4", for_="vllm")', PlanError, ("0.weight", "groups of 128", "use 'w4a16'")),
     ('pw.quantize_(mlp, "int4", max_ram="4 giga")', PlanError, ("max_ram", "'4 giga' is not a size", "4GB")),
     ('pw.quantize_(mlp, "int4", spill="nowhere")', ValueError, ("spill='nowhere'", "no such folder", "create it")),
+    ('pw.quantize_(mlp, "int4", resume="out")', PlanError, ("resume keeps", "without calibration", "leave it out")),
     ('pw.quantize_(mlp, "int4", resume="notes.txt")', ValueError, ("resume='notes.txt' is a file", "pass a folder")),
     ('pw.load("saved", mlp, stict=False)', TypeError, ("no argument 'stict'", "did you mean 'strict'")),
     ('pw.load("saved", mlp, dtype="float16")', TypeError, ("dtype must be", "torch.float16", "got 'float16'")),

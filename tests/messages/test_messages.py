@@ -35,7 +35,7 @@ INTERNALS = (
 SHOWN = (
     " in layer '", "a tensor of shape", "a model (", "a list of", "got None", "got {}", ".weight", "Linear:",
     "the model", "Sequential", "FakeQuantizedLinear", "is required", "got 'm'", "takes (m)", "the budget",
-    "calibration", "not JSON",
+    "calibration", "not JSON", " a Report", " a Plan",
 )  # fmt: skip
 COMMON = {"pw", "torch", "nn", "x", "m", "n", "lambda", "True", "None"}
 ROWS = [pytest.param(row, id=f"{group}: {row[0]}") for group, rows in TABLE.items() for row in rows]
@@ -219,8 +219,8 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     batches = [torch.randn(8, 64) for _ in range(2)]
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(ImportError, match=r"pip install .*pennyweight\[search\]"):
+    with pytest.raises(ImportError, match=r"pip install scipy"):
         pw.search(world.mlp(), batches, "6 bpw")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ValueError, match=r"pip install 'pennyweight\[hub\]'"):
+    with pytest.raises(ValueError, match=r"pip install huggingface_hub"):
         pw.push_to_hub(tmp_path, "me/model")

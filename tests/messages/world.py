@@ -105,6 +105,8 @@ def values() -> dict[str, Any]:
         "batches": [torch.randn(8, 64) for _ in range(3)],
         "STATIC": pw.Int8StaticActivationInt8WeightConfig,
         "int4": pw.get_format("int4"),
+        "report": pw.quantize_(mlp(), "int8"),
+        "planned": pw.plan(mlp(), "int8"),
     }
 
 

@@ -1,5 +1,6 @@
 """Kinds of modules and parameters: each is quantized where it is asked for, and still computes what it did."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
 from torch.testing._internal.two_tensor import TwoTensor
 
 import pennyweight as pw
@@ -258,14 +260,30 @@ def test_a_plain_tensor_instead_of_a_parameter() -> None:
     assert type(layer.weight) is Tensor
 
 
+COMPUTED = {
+    nn.utils.weight_norm: "remove_weight_norm(layer, 'weight')",
+    nn.utils.spectral_norm: "remove_spectral_norm(layer, 'weight')",
+    lambda layer: prune.l1_unstructured(layer, "weight", 0.5): "prune.remove(layer, 'weight')",
+    parametrizations.weight_norm: "parametrize.remove_parametrizations(layer, 'weight')",
+    parametrizations.orthogonal: "parametrize.remove_parametrizations(layer, 'weight')",
+}
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
 def test_weights_that_a_hook_recomputes_are_refused_with_the_reason() -> None:
     """Quantizing what weight_norm writes at each forward would have no effect at all."""
-    for wrap in (nn.utils.weight_norm, nn.utils.spectral_norm):
-        with pytest.raises(pw.PlanError, match="before each forward; remove that parametrization"):
+    for wrap, remedy in COMPUTED.items():
+        said = re.escape(f"before each forward; call torch.nn.utils.{remedy} first")
+        with pytest.raises(pw.PlanError, match=said):
             pw.quantize_(wrap(nn.Linear(8, 8)), INT8)
-    with pytest.raises(pw.PlanError, match="no site for ParametrizationList"):
-        pw.quantize_(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), INT8)
+        for key in ("0", "0.weight", "*.weight"):  # the weight is no parameter, but this is its name
+            said = re.escape(f"'{key}': 0.weight is computed before each forward; call torch.nn.utils.{remedy}")
+            with pytest.raises(pw.PlanError, match=said):
+                pw.quantize_(nn.Sequential(wrap(nn.Linear(8, 8))), pw.FqnToConfig({key: INT8}))
+        mixed = nn.Sequential(wrap(nn.Linear(8, 8)), nn.Linear(8, 8))
+        assert [r.name for r in pw.quantize_(mixed, pw.FqnToConfig({"*": INT8})).quantized] == ["1.weight"]
+        exec(f"torch.nn.utils.{remedy}", {"torch": torch, "layer": mixed[0]})
+        assert [r.name for r in pw.quantize_(mixed, INT8).quantized] == ["0.weight", "1.weight"]
 
 
 def test_an_own_module_type_in_one_line() -> None:

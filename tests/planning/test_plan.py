@@ -200,7 +200,7 @@ def test_pad_is_exact_and_reported() -> None:
     layer = nn.Linear(100, 8)
     floats = layer.weight.detach().clone()
     (row,) = pw.quantize_(layer, INT4_32).quantized
-    assert row.note == "100 inputs padded to 128"
+    assert row.note == "100 inputs padded to 128; larger than int8: 15.4 bits per weight"
     for start in (0, 32, 64, 96):  # each group is quantized as if it stood alone
         part = nn.Linear(min(32, 100 - start), 8)
         part.weight = nn.Parameter(floats[:, start : start + 32].clone())
@@ -345,3 +345,27 @@ def test_predicted_bytes() -> None:
 def test_schemes_of_convolutions_in_words(make: Callable[[], nn.Module], config: Any, words: str) -> None:
     (row, *_) = pw.plan(make(), config, lambda m, name: True).report().quantized
     assert words in row.scheme_text
+
+
+def test_a_block_with_too_many_axes_names_the_shape_of_the_weight() -> None:
+    config = pw.SpecConfig(pw.QuantSpec(pw.get_format("int8"), (-1, -1, -1)))
+    said = r"0.weight: block \(-1, -1, -1\) has 3 axes but the tensor of shape \(10, 288\) has 2"
+    with pytest.raises(pw.PlanError, match=said):
+        pw.quantize_(nn.Sequential(nn.Linear(288, 10)), config)
+
+
+def test_a_group_larger_than_a_row_and_a_larger_model_are_told() -> None:
+    report = pw.quantize_(nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 8)), "int4")
+    notes = [row.note.partition(";")[0] for row in report.quantized]
+    assert notes == ["one group per row of 64", "one group per row of 8"]
+    report = pw.quantize_(nn.Linear(8, 8), "int8")
+    assert f"-> {report.bytes_after} B ({report.bytes_after / report.bytes_before:.2f}x larger)" in report.summary()
+
+
+def test_a_report_says_first_that_weights_were_quantized_before() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    assert not pw.quantize_(model, "int4").notes
+    assert not pw.quantize_(model, "int4").notes  # unchanged
+    report = pw.quantize_(model, "int8")
+    assert "2 parameters were quantized before (0.weight, 1.weight)" in report.notes[0]
+    assert "SQNR and error compare with the quantized values" in " ".join(str(report).split())

@@ -411,3 +411,21 @@ def test_json_and_table() -> None:
     assert all(w.name in text for w in found.layers)
     few = found.table(full=False)
     assert all(w.name in few for w in found.layers[:24])
+
+
+def test_different_and_exchanged_models_are_told_first() -> None:
+    model, x = mlp(), [torch.randn(4, 32)]
+    small = quantized(model, "int8")
+    assert (pw.compare(model, small, x).wrong, pw.compare(model, small, x).reference) == ("", "")
+    exchanged = pw.compare(small, model, x)
+    assert exchanged.wrong.startswith("2 weights of the float model are quantized (0.weight), and none of the other")
+    assert "exchange them" in str(exchanged).splitlines()[0]
+    assert "exchange them" in repr(exchanged)
+    both = pw.compare(small, quantized(model, "int4"), x)
+    assert both.wrong == ""
+    assert str(both).startswith("reference:")
+    assert "errors are relative to them" in str(both).splitlines()[0]
+    other = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 10))
+    found = pw.compare(model, quantized(other, "int8"), x)
+    assert found.wrong.startswith("only 0 of 2 weights have the same name and shape")
+    assert str(found).startswith("WRONG:")

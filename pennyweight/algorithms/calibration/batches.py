@@ -23,7 +23,7 @@ class Batches(list[Any]):
 
 def read(batches: Any, what: str = "calibration", *, together: bool = False) -> Batches:
     """The batches as a list. Raises ArgumentTypeError for something other than a list of batches, PlanError for a batch
-    with NaN or infinite values (names its index).
+    with NaN or infinite values (names its index), and if all values of all batches are zero.
 
     what        the argument's name, for messages
     together    every rank of torch.distributed calls this; all raise if the data of one rank is invalid
@@ -36,6 +36,9 @@ def read(batches: Any, what: str = "calibration", *, together: bool = False) -> 
     found = Batches()
     try:
         found.extend(each(batches, what))
+        if found and _only_zeros(found):
+            why = f"{what}: all values of all {len(found)} batches are zero, which says nothing about other inputs; "
+            why += "pass inputs such as the model gets in use"
     except ArgumentTypeError as error:
         if not (together and all_reduce.is_distributed()):
             raise
@@ -48,6 +51,13 @@ def read(batches: Any, what: str = "calibration", *, together: bool = False) -> 
     if why:
         raise PlanError(why)
     return found
+
+
+def _only_zeros(batches: Batches) -> bool:
+    """Whether there are float values, and no value is anything but zero. Token ids may all be 0."""
+    plain = [dict(batch) if isinstance(batch, Mapping) else batch for batch in batches]
+    tensors = [x for _, x in tree_flatten_with_path(plain)[0] if isinstance(x, Tensor) and x.numel() and not x.is_meta]
+    return any(x.is_floating_point() for x in tensors) and not any(bool(x.any()) for x in tensors)
 
 
 def each(batches: Any, what: str = "calibration") -> Iterator[Any]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, isinf
 
+from ...core.extras import install
 from ...planning.config_resolution import PlanError
 from ...planning.configs import AOBaseConfig
 from ...planning.report import size, speed_of_float
@@ -80,7 +81,7 @@ def require_scipy() -> None:
         import scipy.optimize  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "pw.search needs scipy for its integer program: pip install 'pennyweight[search]'", name="scipy"
+            f"pw.search needs scipy for its integer program: {install('search')}", name="scipy"
         ) from error
 
 

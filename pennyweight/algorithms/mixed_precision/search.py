@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...core.arguments import check_arguments, check_number
 from ...core.formats import UINT2, UINT3, UINT4, UINT5, UINT6
-from ...core.layouts import portable_layout
+from ...core.layouts import compact_layout
 from ...core.progress import Callback, Progress, step
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
@@ -277,7 +277,8 @@ def _short(row: PlanRow) -> str:
 
 def _packed(row: PlanRow) -> str:
     assert row.scheme is not None
-    return portable_layout(row.scheme.weight)
+    assert row.site is not None
+    return compact_layout(row.scheme.weight, row.site.shape)
 
 
 def _runnable(row: PlanRow, w: AffineQuantizedTensor) -> AffineQuantizedTensor:

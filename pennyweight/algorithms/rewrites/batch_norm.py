@@ -70,7 +70,7 @@ class Fold(Rewrite):
         """See :class:`Rewrite`. Runs the first batch. Raises PlanError, with the model restored, if there is nothing to
         fold or if the outputs change."""
         batch = self._probe(read(batches))
-        reference = float_outputs(model, batch)
+        reference = float_outputs(model, batch, before=True)
         pairs = self._found(model, batch)
         if not pairs:
             raise PlanError("fold: no batch norm reads the output of a convolution or a linear layer of its own")

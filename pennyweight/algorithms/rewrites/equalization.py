@@ -142,7 +142,7 @@ def find_pairs(model: nn.Module, batch: Any, wanted: Iterable[str] | None = None
     """
     batch, wanted = probe_batch(batch), None if wanted is None else set(wanted)
     seen = trace(model, batch)
-    reference, limit = float_outputs(model, batch), tolerance(model)
+    reference, limit = float_outputs(model, batch, before=True), tolerance(model)
     groups: dict[str, list[list[EqualizationPair]]] = {}  # by name pattern: variants of each candidate
     without: dict[str, str] = {}
     for node, readers in shared_readers(seen):

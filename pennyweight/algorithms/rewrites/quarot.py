@@ -106,7 +106,7 @@ class Rotate(Rewrite):
                 c for c in find_pairs(model, batch, mixed).pairs if c.head > 1 and isinstance(c.writer, LinearRows)
             ]
         learned_on, guard = held_out(batches, self.held_out)
-        reference = float_outputs(model, batch)
+        reference = float_outputs(model, batch, before=True)
         compared = self.held_out and any(s is not None for s in target.values())
         trial = HeldOutCheck(model, target, guard or batches) if compared else None
         before = 0.0 if trial is None else trial.divergence()

@@ -97,7 +97,7 @@ class ScaleSearch(Rewrite):
                 notes |= {r.name: f"{verb}: {why}" for r in pair.readers if r.name in target}
             else:
                 found_scales.append(_Scaled(pair, text, s))
-        reference = float_outputs(model, batch)
+        reference = float_outputs(model, batch, before=True)
         kept = SavedTensors(t for one in found_scales for t in one.pair.tensors())
         try:
             helpful, note = self._helpful(model, target, guard, found_scales, kept)

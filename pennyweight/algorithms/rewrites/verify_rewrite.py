@@ -37,8 +37,9 @@ class SavedTensors:
             t.data.copy_(was)
 
 
-def float_outputs(model: nn.Module, batch: Any) -> list[Tensor]:
-    """The float tensors of the model's output. Raises ValueError if there are none."""
+def float_outputs(model: nn.Module, batch: Any, before: bool = False) -> list[Tensor]:
+    """The float tensors of the model's output. Raises ValueError if there are none, and ``before`` a rewrite for NaN,
+    with which nothing can be compared."""
     with inference_mode(model):
         found = [t.detach().clone() for t in tree_leaves(run_batch(model, batch)) if isinstance(t, Tensor)]
     found = [t for t in found if t.is_floating_point() and t.numel()]
@@ -46,6 +47,13 @@ def float_outputs(model: nn.Module, batch: Any) -> list[Tensor]:
         raise ValueError(
             f"{type(model).__name__} returns no float tensors, so it cannot be checked that a rewrite preserves its "
             "function; pass calibration batches for which it returns some"
+        )
+    bad = sum(int(t.isnan().sum()) for t in found) if before else 0
+    if bad:
+        raise ValueError(
+            f"{type(model).__name__} returns {bad} NaN of {sum(t.numel() for t in found)} values on the calibration "
+            "data before quantization, so it cannot be checked that a rewrite preserves its function; use data with "
+            "finite outputs"
         )
     return found
 
@@ -146,8 +154,8 @@ class HeldOutCheck:
                 if rounded is None:
                     continue
                 value = nn.Parameter(rounded, requires_grad=False)
-                for place in where:
-                    found.append((place, place.get()))
+                for place in where:  # not place.get(): of a module with two names the second has the value by then
+                    found.append((place, w))
                     place.set(value)
             with inference_mode(self.model):
                 total = sum(

@@ -20,12 +20,13 @@ from ...core.convert_spec import conversion_kind
 from ...core.numerics import Parts, dequantize, sqnr
 from ...core.tensor import AffineQuantizedTensor
 from ...planning.report import Report, Row
-from ..atomic_write import remove_left_over, sync_folder
+from ..atomic_write import check_room, remove_left_over, sync_folder
+from ..checkpoint import PROGRESS_ENDING
 from ..config_files import folder_of, method_files
 from ..file import CheckpointError, checkpoint_errors
 from ..lazy_checkpoint import Opened, StoredTensor
 from ..output_formats import as_float, convert_or_requantize, row_chunks
-from ..resumable_write import Progress, Told, check_room, fingerprint
+from ..resumable_write import Progress, Told, fingerprint
 from ..streaming import QuantizationNoise
 from .architectures import BY_MODEL_TYPE
 from .blocks import TYPES, BlockType
@@ -38,7 +39,7 @@ from .mixes import MIXES, PURE, Mix, mix_types
 from .names import read_patterns, to_gguf
 from .quantize import FROM_FLOATS, Blocks, quantize, quantize_native
 from .reader import moved
-from .tokenizer import tokenizer_kv
+from .tokenizer import KEY, NONE, tokenizer_kv
 
 # enum llama_ftype of llama.h: the type of most tensors of a file
 FILE_TYPES = {
@@ -113,7 +114,7 @@ def write_gguf(
     if weights is not None:
         labels.append(hashlib.sha256(b"".join(_moment_bytes(weights))).hexdigest())
     files = (*source.files, *method_files(folder_of(source.path)))
-    progress = Progress(folder, fingerprint(files, labels, [], lambda shard: {}), f"{name}.progress.json")
+    progress = Progress(folder, fingerprint(files, labels, [], lambda shard: {}), f"{name}{PROGRESS_ENDING}")
     sqnr_of = _write(dst, metadata, infos, planned, extra, progress, size, resume, told)
     for row in rows:
         if row.name in sqnr_of:
@@ -257,7 +258,8 @@ def _metadata(
         tokens, said = tokenizer_kv(folder)
         kv |= tokens
     else:
-        said = ["there is no tokenizer.json; llama.cpp cannot load the file without a tokenizer"]
+        kv[KEY + "model"] = ("STRING", NONE)
+        said = ["there is no tokenizer.json: llama.cpp loads the file for token ids only, not for text"]
     return {key: Value(_kind(kind), value) for key, (kind, value) in kv.items()}, said
 
 

@@ -11,6 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ...core.extras import install
 from ...core.formats import IQ2, IQ3_S, IQ3_XXS, Format
 from ...core.numerics import Parts
 
@@ -292,7 +293,7 @@ def codebook(name: str) -> Tensor:
     try:
         from gguf import quants
     except ImportError as e:
-        raise ImportError(f"{name} needs the codebooks of the gguf package: pip install 'pennyweight[gguf]'") from e
+        raise ImportError(f"{name} needs the codebooks of the gguf package: {install('gguf')}") from e
     kind = getattr(quants, name)  # a name from the table in blocks.py, never from a file
     kind.init_grid()
     return torch.from_numpy(kind.grid[0, 0].copy())

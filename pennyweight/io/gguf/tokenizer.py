@@ -75,6 +75,7 @@ def content(s: Source, name: str) -> str | None:
 
 
 KEY = "tokenizer.ggml."
+NONE = "none"  # llama.cpp's name of a model without tokenizer, whose number of tokens is ARCH.vocab_size
 # special token -> key of its id
 IDS = {
     "bos": "bos_token_id",

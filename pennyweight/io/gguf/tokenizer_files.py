@@ -9,7 +9,7 @@ from typing import Any
 
 from . import tokenizer_tables as tables
 from .metadata import text
-from .tokenizer import CLS, IDS, KEY
+from .tokenizer import CLS, IDS, KEY, NONE
 from .tokenizer_tables import BY_NAME, BYTE, CONTROL, MAX_TOKENS, NORMAL, SPACE, UNUSED, USER_DEFINED
 
 _Template = dict[str, Any]
@@ -22,6 +22,8 @@ def tokenizer_files(kv: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]
     inconsistent.
     """
     kind = text(kv, KEY + "model", "")
+    if kind == NONE:
+        return {}, ["the file has no tokenizer"]
     if kind not in _MODELS:
         return {}, [f"tokenizer {kind[:50]!r} is not supported (known: {', '.join(_MODELS)}): no tokenizer is written"]
     tokens, types = _tokens(kv)

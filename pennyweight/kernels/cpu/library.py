@@ -25,8 +25,8 @@ _LOG = logging.getLogger(__name__)
 LIBRARY = Path(__file__).with_name("_native.dll" if sys.platform == "win32" else "_native.so")
 COMPILER = {"darwin": "Apple's command line tools (xcode-select --install)", "win32": "ziglang (see docs/platforms.md)"}
 REMEDY = (
-    f"Install {COMPILER.get(sys.platform, 'g++')} and run `pip install --force-reinstall --no-deps pennyweight`, "
-    "or install a wheel"
+    f"Install {COMPILER.get(sys.platform, 'g++')} and run `pip install --force-reinstall --no-deps .` in a clone of "
+    "the repository, or install a wheel"
 )
 SELF_TESTED = ("darwin", "win32")  # platforms on which the library was built, but not run, before a release
 OFF = LIBRARY.with_suffix(".off")  # written by setup.py if PENNYWEIGHT_NATIVE=0 when the package was installed

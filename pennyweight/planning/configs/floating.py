@@ -149,7 +149,7 @@ class MXWeightOnlyConfig(AOBaseConfig):
         _settle_mx(self, self.weight_dtype)
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
-        block = site.block(PerGroup(self.block_size), on_indivisible)
+        block = site.standard_block(self.block_size, on_indivisible)
         return Scheme(QuantSpec(as_format(self.weight_dtype), block, _MX_SCALE), rule=f"mx_{self.scaling_mode}")
 
 
@@ -169,7 +169,7 @@ class MXDynamicActivationMXWeightConfig(AOBaseConfig):
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         rule, group = f"mx_{self.scaling_mode}", PerGroup(self.block_size)
         act = QuantSpec(as_format(self.activation_dtype), site.activation_block(group), _MX_SCALE)
-        weight = QuantSpec(as_format(self.weight_dtype), site.block(group, on_indivisible), _MX_SCALE)
+        weight = QuantSpec(as_format(self.weight_dtype), site.standard_block(self.block_size, on_indivisible), _MX_SCALE)
         return Scheme(weight, ActivationSpec(act, "dynamic", rule), rule)
 
 
@@ -180,7 +180,7 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
     use_dynamic_per_tensor_scale: bool = True
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
-        block = site.block(PerGroup(16), on_indivisible)
+        block = site.standard_block(16, on_indivisible)
         scale = NVFP4.scale if self.use_dynamic_per_tensor_scale else QuantSpec(E4M3, (1,), scale=None)
         return Scheme(NVFP4.with_(block=block, scale=scale))
 
@@ -229,7 +229,7 @@ class NF4WeightOnlyConfig(AOBaseConfig):
             return Scheme(NF4_BLOCK.with_(block=block))
         scale = NF4_DOUBLE.scale
         assert isinstance(scale, QuantSpec)
-        return Scheme(NF4_DOUBLE.with_(block=block, scale=scale.with_(block=(self.scaler_block_size,))))
+        return Scheme(NF4_DOUBLE.with_(block=block, scale=scale.with_(block=site.along_inputs(self.scaler_block_size))))
 
 
 # Names of torchao before 0.10; kept for compatibility.

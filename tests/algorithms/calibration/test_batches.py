@@ -56,6 +56,16 @@ def test_every_entrance_names_the_batch(name: str, bad: float) -> None:
     assert models.same_state(model, before)
 
 
+@pytest.mark.parametrize("name", sorted(ENTRANCES.keys() - {"calibrate"}))  # it reads its data once, a batch at a time
+def test_zeros_alone_say_nothing(name: str) -> None:
+    model = models.mlp()
+    before = models.state(model)
+    with pytest.raises(pw.PlanError, match=r"all values of all 4 batches are zero, .*pass inputs such as the model"):
+        ENTRANCES[name](model, [torch.zeros(8, 32)] * 4)
+    assert models.same_state(model, before)
+    assert entering.read([torch.zeros(1, 4, dtype=torch.int64), (torch.zeros(2, 4), torch.ones(2, 4))])
+
+
 def test_a_statistic_by_hand() -> None:
     with pytest.raises(ValueError, match=r"hessian: batch 2 \(8, 32\) has 1 NaN or infinite"):
         collect("hessian", data(torch.nan))
@@ -90,6 +100,21 @@ def test_outputs_that_are_not_finite_are_told_as_what_they_are() -> None:
         ):
             pw.quantize_(model, INT4, calibration=data(), algorithm=["nearest", name])
         assert models.same_state(model, before)
+
+
+@pytest.mark.parametrize("step", ["smooth", "awq", {"rotate": {"stream": False, "online": True, "held_out": 0}}])
+def test_a_rewrite_says_that_the_model_returned_nan_before(step: Any) -> None:
+    """Not that it changed the outputs by inf."""
+
+    class Undefined(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * torch.nan
+
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), Undefined(32, 32))
+    before = models.state(model)
+    with pytest.raises(ValueError, match=r"Sequential returns \d+ NaN of \d+ values .* before quantization"):
+        pw.quantize_(model, INT4, calibration=data(), algorithm=[step, "nearest"])
+    assert models.same_state(model, before)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8, 30])

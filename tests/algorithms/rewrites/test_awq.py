@@ -67,7 +67,7 @@ def test_inputs_of_one_scale_gain_from_it() -> None:
 
 def test_dead_inputs_and_one_token() -> None:
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))
-    x = torch.zeros(1, 4)
+    x = torch.full((1, 4), 1e-6)
     with torch.no_grad():
         model[0].bias[:8] = -1.0  # dead after ReLU
         model[0].bias[8:] = 1.0

@@ -69,6 +69,21 @@ def test_a_trial_is_what_quantizing_gives(name: str) -> None:
     assert found == pytest.approx(distance(model, quantized, data), rel=1e-4)
 
 
+def test_a_layer_with_two_names_is_restored_and_rotated() -> None:
+    layer = nn.Linear(32, 32)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    check = HeldOutCheck(model, target(model, CONFIGS["uint4"]), entering.read(rows()))
+    assert check.divergence() > 0
+    assert type(layer.weight) is nn.Parameter
+    with torch.no_grad():
+        expected = model(rows()[0])
+    step = {"rotate": {"online": True, "stream": False, "held_out": 0}}
+    pw.quantize_(model, "int8", calibration=rows(), algorithm=[step, "nearest"])
+    assert type(layer).__name__ == "RotatedLinear"
+    with torch.no_grad():
+        assert float((model(rows()[0]) - expected).norm() / expected.norm()) < 0.02
+
+
 @pytest.mark.parametrize("step", [Smooth(), Smooth(alpha=0.5), AWQ()], ids=["smooth", "smooth-0.5", "awq"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_never_worse_on_what_was_held_out(name: str, step: Any) -> None:

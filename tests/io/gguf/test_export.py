@@ -222,6 +222,17 @@ def test_tokenizer_and_config_come_back(tmp_path: Path) -> None:
     assert all(first.fields[k].contents() == second.fields[k].contents() for k in keys)
 
 
+def test_a_model_without_a_tokenizer_says_none(tmp_path: Path) -> None:
+    """What llama.cpp reads as a model of token ids; without the key it refuses the file."""
+    report = pw.convert(saved(llama(), tmp_path / "f"), tmp_path / "m.gguf", to="gguf")
+    assert "token ids only" in " ".join([report.config, *report.notes])
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    assert fields["tokenizer.ggml.model"].contents() == "none"
+    assert fields["llama.vocab_size"].contents() == CONFIG.vocab_size
+    pw.convert(tmp_path / "m.gguf", tmp_path / "back")
+    assert not (tmp_path / "back" / "tokenizer.json").exists()
+
+
 def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
     source = saved(llama(), tmp_path / "f")
     for kind in ("IQ2_XS", "I8", "i32", "Q9", ""):  # whole numbers would round the weights

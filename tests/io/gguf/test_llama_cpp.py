@@ -15,7 +15,7 @@ import pennyweight as pw
 from tests.io.gguf.test_export import CONFIG, llama, saved
 
 llama_cpp = pytest.importorskip(
-    "llama_cpp", reason="llama-cpp-python is built from source: pip install pennyweight[engines]"
+    "llama_cpp", reason="llama-cpp-python is built from source: pip install llama-cpp-python"
 )
 PROMPT, NEW = 12, 24
 # Of the greatest logit. llama.cpp rounds the inputs of quantized layers to 8 bits, we do not.
