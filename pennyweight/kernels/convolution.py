@@ -1,7 +1,8 @@
 """``F.conv1d`` and ``F.conv2d`` with a quantized weight in eager mode: calls the bound kernel directly.
 
 Anything else (gradients, autocast, tracing, modes, other layouts) goes through torch's dispatcher to the handler of
-``aten.convolution`` in ops.py, which selects from the same table.
+``aten.convolution`` in ops.py, which selects from the same table. Of a product whose graph torch makes itself, of any
+kind, the graph gets an alias of a frozen weight: see ``AffineQuantizedTensor.in_graph``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ..core.tensor import FUNCTIONS, AffineQuantizedTensor, implements
 from .cpu import conv
@@ -42,7 +45,7 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Any:
         if torch.is_grad_enabled() and (
             x.requires_grad or w.requires_grad or (bias is not None and bias.requires_grad)
         ):
-            return NotImplemented
+            return _in_graph(func, args, kwargs)
         bound = w._bound.get(("convolution", x.dtype))
         if bound is None:
             case = case_of(w, x.dtype)
@@ -53,3 +56,18 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Any:
         n = x.ndim - 2
         y = bound[0](x, bound[1], bias, _each(stride, n), _each(padding, n), _each(dilation, n), groups)
         return NotImplemented if y is None else y
+
+
+@implements(
+    torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d, torch.matmul, torch.mm,
+    torch.bmm, torch.addmm, torch.baddbmm, torch.mv, torch.Tensor.matmul, torch.Tensor.__matmul__,
+    torch.Tensor.__rmatmul__, torch.Tensor.mm, torch.Tensor.bmm, torch.Tensor.addmm, torch.Tensor.baddbmm,
+    torch.Tensor.mv, torch.einsum, torch._grouped_mm, torch.bilinear, F.multi_head_attention_forward, table=FUNCTIONS,
+)  # fmt: skip
+def _in_graph(func: Any, args: Any, kwargs: Any) -> Any:
+    """Give the graph that torch makes aliases of frozen weights."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return NotImplemented
+    with torch._C.DisableTorchFunctionSubclass():
+        args, kwargs = tree_map(lambda a: a.in_graph() if isinstance(a, QT) else a, (args, kwargs))
+        return func(*args, **kwargs)

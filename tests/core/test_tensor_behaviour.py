@@ -272,6 +272,70 @@ def test_data_of_another_dtype_is_taken_over() -> None:
         param.data = param.data[:4]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ["int8_row", "int4_group", "torch_int4"])
+def test_data_takes_the_dtype_of_float_values(name: str, dtype: torch.dtype) -> None:
+    """As for a plain parameter: its object stays, its dtype is that of the values, earlier aliases keep the old value."""
+    old = quantized(name)
+    param = nn.Parameter(old, requires_grad=False)
+    alias, before = param.data, old.dequantize()
+    param.data = value = torch.randn(MATRIX, dtype=dtype)
+    assert isinstance(param, QT)
+    assert isinstance(param, nn.Parameter)
+    assert (param.dtype, param.dequantize().dtype, param.spec) == (dtype, dtype, old.spec)
+    expected = old.with_(dtype=dtype).clone()
+    expected.copy_(value)
+    same(param.detach(), expected)
+    assert torch.equal(alias.dequantize(), before)
+    assert F.linear(torch.randn(2, MATRIX[1], dtype=dtype), param).dtype == dtype
+    param.data = alias  # a swap of weights and back, as for a moving average
+    assert param.dtype == before.dtype
+    assert torch.equal(param.dequantize(), before)
+
+
+def test_data_of_a_tied_parameter_and_of_quantized_values_of_another_spec() -> None:
+    layers = nn.ModuleList([nn.Embedding(8, 64), nn.Linear(64, 8, bias=False)])
+    layers[1].weight = layers[0].weight
+    pw.quantize_(layers, "int8")
+    layers[0].weight.data = torch.ones(8, 64, dtype=torch.bfloat16)
+    assert layers[1].weight is layers[0].weight
+    assert layers[1].weight.dtype == torch.bfloat16
+    other = nn.Linear(64, 8).half()
+    pw.quantize_(other, "int4:32")
+    layers[0].weight.data = other.weight.data
+    assert (layers[1].weight.dtype, layers[1].weight.spec) == (torch.float16, other.weight.spec)
+    assert torch.equal(layers[1].weight.dequantize(), other.weight.dequantize())
+
+
+def test_data_in_inference_mode_leaves_a_parameter_that_can_be_trained_through() -> None:
+    layer = nn.Linear(64, 8)
+    pw.quantize_(layer, "int8")
+    with torch.inference_mode():
+        layer.weight.data = torch.ones(8, 64)
+    x = torch.randn(2, 64, requires_grad=True)
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((2, 64), 8.0), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.ones(96), r"\(4, 96\) .* cannot be replaced by \(96,\); assign a new parameter"),
+        (torch.ones(8, 96), r"cannot be replaced by \(8, 96\); assign a new parameter"),
+        (torch.ones(4, 96, dtype=torch.int32), r"values of torch.int32; expected one of float32"),
+        (torch.ones(4, 96, device="meta"), r"on cpu cannot be replaced by values on meta; assign a new parameter"),
+        (3, r"data of a quantized tensor must be a tensor, got 3"),
+    ],
+    ids=["broadcast", "shape", "integers", "meta", "number"],
+)
+def test_data_that_does_not_fit_changes_nothing(value: Any, message: str) -> None:
+    w = quantized("int8_row", (4, 96))
+    before = w.clone()
+    with pytest.raises(ValueError, match=message):
+        w.data = value
+    same(w, before)
+
+
 @ALL
 def test_writing_what_stands_there_changes_no_bit(name: str) -> None:
     """Quantizing a dequantized value anew may shrink its largest elements; a no-op must not."""
