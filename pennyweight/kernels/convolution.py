@@ -31,6 +31,12 @@ def _each(value: Any, count: int) -> tuple[int, ...]:
 
 @implements(torch.conv1d, torch.conv2d, table=FUNCTIONS)
 def _convolution(func: Any, args: Any, kwargs: Any) -> Any:
+    y = _eager(args, kwargs)
+    return _in_graph(func, args, kwargs) if y is NotImplemented else y
+
+
+def _eager(args: Any, kwargs: Any) -> Any:
+    """The result of the bound kernel; NotImplemented if the call is not a plain eager one."""
     rest = list(zip(_NAMES, _DEFAULTS, strict=True))[len(args) :]
     given: list[Any] = [*args] + [kwargs.get(name, value) for name, value in rest]
     x, w, bias, stride, padding, dilation, groups = given
@@ -45,7 +51,7 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Any:
         if torch.is_grad_enabled() and (
             x.requires_grad or w.requires_grad or (bias is not None and bias.requires_grad)
         ):
-            return _in_graph(func, args, kwargs)
+            return NotImplemented
         bound = w._bound.get(("convolution", x.dtype))
         if bound is None:
             case = case_of(w, x.dtype)

@@ -82,6 +82,8 @@ def test_a_living_graph_keeps_its_gradient(
     build: Callable[[], nn.Module], shape: tuple[int, ...], way: Callable[[nn.Module], Any], config: str
 ) -> None:
     model = make(build, config)
+    if way is swap and isinstance(model, nn.LSTM):
+        pytest.skip("torch refuses to swap weights of nn.LSTM, which holds weak references to them")
     expected = gradient(model, shape, lambda m: None)
     assert torch.equal(gradient(model, shape, way), expected)
 
