@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -369,7 +370,12 @@ class AffineQuantizedTensor(Tensor):
         self._bound = {}
 
     def _quantized_like(self, value: Tensor, name: str) -> AffineQuantizedTensor:
-        """The float ``value`` in new parts under the spec of this tensor; its current value gives the same bits."""
+        """The float ``value`` in new parts under the spec of this tensor; its current value gives the same bits.
+
+        Blocks keep their scale if it still fits, because the value may be the current one with changes: a mask, a sum.
+        """
+        from .ops.inplace import write_
+
         if value.dtype not in DTYPES.values():
             raise ValueError(
                 f"{name} cannot be replaced by values of {value.dtype}; expected one of "
@@ -377,7 +383,18 @@ class AffineQuantizedTensor(Tensor):
             )
         with torch.inference_mode(False), torch.no_grad():  # the parts of a parameter outlive an inference mode
             new = torch.ops.aten._to_copy.default(self.detach(), dtype=value.dtype, device=value.device)
-            return new.copy_(value)
+            write_(new, value.detach(), update=True)
+            if self.spec.offset is not None and _has_values(new):
+                lost = int(((value == 0) & (new.dequantize() != 0)).sum())
+                if lost:
+                    warnings.warn(
+                        f"{name}: {lost} of {int((value == 0).sum())} exact zeros became nonzero, because a format with "
+                        "quantized offsets cannot keep them; prune a float model, then quantize it under a format that "
+                        'represents zero, such as "int8" or "uint4"',
+                        UserWarning,
+                        stacklevel=3,
+                    )
+        return new
 
     def in_graph(self) -> AffineQuantizedTensor:
         """What autograd graphs refer to instead of a frozen weight: a detached alias, the same object at each call.

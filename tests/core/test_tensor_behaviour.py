@@ -23,6 +23,7 @@ from torch import nn
 import pennyweight as pw
 from pennyweight.core import blocks
 from pennyweight.core.formats import get_format
+from pennyweight.core.ops.inplace import write_
 from pennyweight.core.qparams import Params
 from pennyweight.core.spec import SPECS as core_specs
 from pennyweight.core.spec import TINYGEMM, QuantSpec
@@ -206,7 +207,9 @@ def test_a_write_requantizes_into_the_same_storages(name: str, write: str) -> No
     same(alias, w)
     if write != "through data":
         assert returned is w
-    if write in FRESH:
+    if write == "masked_fill_" and isinstance(w.spec.offset, torch.dtype):
+        assert not (w.dequantize()[expected == 0] != 0).any()  # see test_pruning.py
+    elif write in FRESH:
         same(w, again(expected, w))
     else:
         same_update(w, old, expected)
@@ -251,8 +254,9 @@ def test_merging_through_data(name: str) -> None:
     same_update(merged, old, before + delta)
     layer.weight.data -= delta
     same_update(layer.weight.detach(), merged, merged.dequantize() - delta)
+    unmerged = layer.weight.detach().clone()
     layer.weight.data = before
-    same(layer.weight.detach(), again(before, layer.weight))
+    same_update(layer.weight.detach(), unmerged, before)
 
 
 def test_data_of_another_dtype_is_taken_over() -> None:
@@ -283,9 +287,7 @@ def test_data_takes_the_dtype_of_float_values(name: str, dtype: torch.dtype) -> 
     assert isinstance(param, QT)
     assert isinstance(param, nn.Parameter)
     assert (param.dtype, param.dequantize().dtype, param.spec) == (dtype, dtype, old.spec)
-    expected = old.with_(dtype=dtype).clone()
-    expected.copy_(value)
-    same(param.detach(), expected)
+    same(param.detach(), write_(old.with_(dtype=dtype).clone(), value, update=True))
     assert torch.equal(alias.dequantize(), before)
     assert F.linear(torch.randn(2, MATRIX[1], dtype=dtype), param).dtype == dtype
     param.data = alias  # a swap of weights and back, as for a moving average

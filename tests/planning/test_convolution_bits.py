@@ -105,7 +105,9 @@ def test_a_scheme_that_is_larger_says_so() -> None:
 
 @pytest.mark.filterwarnings("ignore::pennyweight.FallbackWarning")  # flatten cuts through blocks of the last axis
 @pytest.mark.parametrize("spec", [s for s in SPECS.values() if s.format.bits < 8], ids=str)
-@pytest.mark.parametrize("shape", [(3, 5, 1, 1), (2, 7, 3, 3), (4, 1, 5), (1, 1, 1, 1), (2, 3, 2, 2, 2), (0, 4, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(3, 5, 1, 1), (2, 7, 3, 3), (4, 1, 5), (1, 1, 1, 1), (2, 3, 2, 2, 2), (0, 4, 1)], ids=str
+)
 def test_flat_streams(spec: pw.QuantSpec, shape: tuple[int, ...]) -> None:
     """Any rank and odd sizes, after every op that changes the shape, and in place."""
     if spec.format.dim > 1 or (0 in shape and spec.scale is None):

@@ -5,6 +5,7 @@ A write requantizes the new value into the same storages, so that every alias, v
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -91,10 +92,61 @@ def write_(target: QT, value: Tensor, *, update: bool = False) -> QT:
 
 
 def _kept(target: QT, value: Tensor, spec: QuantSpec, update: bool) -> Params | None:
-    """The parameters to keep: a learned table always, scales if that prevents drift under updates."""
+    """The parameters to keep: a learned table always, scales if that prevents drift under updates; a zero."""
     if spec.format.kind == "learned":
         return _under_table(target, value, spec, update)
-    return _kept_scales(target, value, spec) if update else None
+    kept = _kept_scales(target, value, spec) if update else None
+    return _with_zeros(value, spec) if kept is None else kept
+
+
+_ODD = 16  # shifts of more odd bits leave a 16-bit scale too few
+
+
+def _with_zeros(value: Tensor, spec: QuantSpec) -> Params | None:
+    """For integers with a real offset: parameters under which a block with exact zeros represents zero, as all other
+    formats do. Otherwise torch's ``prune.remove``, which writes the masked weight, makes every pruned element nonzero.
+    None: no such block.
+
+    x = (q - mid) * scale + offset is exactly zero at q = mid - k in every arithmetic if offset = k * scale is exact in
+    its dtype, so the scale has fewer significant bits than the dtype, by those of k's odd part. Of all k that with the
+    smallest scale is taken.
+    """
+    if (
+        spec.format.kind != "int" or spec.zero_point or not isinstance(spec.offset, torch.dtype)
+        or spec.scale is not spec.offset or value.numel() == 0
+    ):  # fmt: skip
+        return None
+    zero = value == 0
+    if type(value) is Tensor and not value.is_meta and not bool(zero.any()):
+        return None
+    x = blocks.pad(value, spec.block)
+    fresh, counts, inner = choose(x, spec), blocks.counts(spec.block, x.shape), blocks.inner_axes(x.ndim)
+    assert fresh.scale is not None
+    assert fresh.offset is not None
+    view, info = blocks.split(x, counts), torch.finfo(spec.scale)
+    low, high = view.amin(inner).clamp(max=0).double(), view.amax(inner).clamp(min=0).double()
+    digits, limit = round(-math.log2(info.eps)) + 1, info.max / 2**spec.format.bits
+    scale, shift = torch.full_like(low, limit), torch.zeros_like(low)
+    for k in range(int(spec.mid - spec.format.hi), int(spec.mid - spec.format.lo) + 1):
+        odd = abs(k) // (k & -k) if k else 1
+        if odd < _ODD:
+            zero_code = spec.mid - k
+            needed = torch.maximum(_step(-low, zero_code - spec.format.lo), _step(high, spec.format.hi - zero_code))
+            mantissa, exponent = torch.frexp(needed.clamp(info.smallest_normal, limit))
+            bits = 2.0 ** (digits - (odd.bit_length() if odd > 1 else 0))
+            needed = torch.ldexp((mantissa * bits).ceil() / bits, exponent)
+            shift, scale = torch.where(needed < scale, k, shift), torch.minimum(needed, scale)
+    has = blocks.split(blocks.pad(zero.to(torch.uint8), spec.block), counts).amax(inner) > 0
+    has &= low < high  # zero is exact in a block of zeros
+    dtype = fresh.scale.dtype
+    return Params(
+        torch.where(has, scale.to(dtype), fresh.scale), None, torch.where(has, (shift * scale).to(dtype), fresh.offset)
+    )
+
+
+def _step(end: Tensor, codes: float) -> Tensor:
+    """The scale under which so many codes on one side of zero reach an end of the range."""
+    return end / codes if codes else torch.where(end == 0, 0.0, torch.inf)
 
 
 def _under_table(target: QT, value: Tensor, spec: QuantSpec, update: bool) -> Params:

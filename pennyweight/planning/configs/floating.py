@@ -169,7 +169,9 @@ class MXDynamicActivationMXWeightConfig(AOBaseConfig):
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         rule, group = f"mx_{self.scaling_mode}", PerGroup(self.block_size)
         act = QuantSpec(as_format(self.activation_dtype), site.activation_block(group), _MX_SCALE)
-        weight = QuantSpec(as_format(self.weight_dtype), site.standard_block(self.block_size, on_indivisible), _MX_SCALE)
+        weight = QuantSpec(
+            as_format(self.weight_dtype), site.standard_block(self.block_size, on_indivisible), _MX_SCALE
+        )
         return Scheme(weight, ActivationSpec(act, "dynamic", rule), rule)
 
 
