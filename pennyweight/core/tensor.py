@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import copy
 import json
-import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -346,55 +345,22 @@ class AffineQuantizedTensor(Tensor):
     def data(self) -> AffineQuantizedTensor:
         """A detached alias. Assigning a quantized tensor adopts its parts, spec and dtype. Assigning a float tensor
         quantizes it under the spec of this one, into new parts with the dtype and device of the value. As in torch,
-        earlier aliases keep the old value. Raises ValueError if the shape differs, or the dtype or device do not fit.
+        earlier aliases keep the old value. Raises ValueError if the shape, dtype or device does not fit.
         """
         return self.detach()  # type: ignore[return-value]
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not isinstance(value, Tensor):
-            raise ArgumentTypeError(f"data of a quantized tensor must be a tensor, got {show(value)}")
-        here = f"data of a quantized tensor {tuple(self.shape)} ({self.spec})"
-        if value.shape != self.shape:
-            raise ValueError(f"{here} cannot be replaced by {tuple(value.shape)}; assign a new parameter instead")
-        if value.is_meta != self.is_meta:  # torch refuses it for float tensors too
-            raise ValueError(
-                f"{here} on {self.device} cannot be replaced by values on {value.device}; assign a new parameter instead"
-            )
-        if not isinstance(value, AffineQuantizedTensor):
-            value = self._quantized_like(value, here)
+        FUNCTIONS[torch.Tensor.data.__set__](None, (self, value), {})  # type: ignore[attr-defined]
+
+    def adopt(self, value: AffineQuantizedTensor) -> None:
+        """Replace the parts, spec, dtype and device of this tensor, which stays the same object, by those of value."""
         if (value.dtype, value.device, value.axes) != (self.dtype, self.device, self.axes):
-            torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
+            with torch._C.DisableTorchFunctionSubclass():
+                torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
         for name in (*STORED, "spec", "act", "axes", "readonly"):
             setattr(self, name, getattr(value, name))
         self._bound = {}
-
-    def _quantized_like(self, value: Tensor, name: str) -> AffineQuantizedTensor:
-        """The float ``value`` in new parts under the spec of this tensor; its current value gives the same bits.
-
-        Blocks keep their scale if it still fits, because the value may be the current one with changes: a mask, a sum.
-        """
-        from .ops.inplace import write_
-
-        if value.dtype not in DTYPES.values():
-            raise ValueError(
-                f"{name} cannot be replaced by values of {value.dtype}; expected one of "
-                f"{', '.join(DTYPES)}: convert them first, such as values.to({self.dtype})"
-            )
-        with torch.inference_mode(False), torch.no_grad():  # the parts of a parameter outlive an inference mode
-            new = torch.ops.aten._to_copy.default(self.detach(), dtype=value.dtype, device=value.device)
-            write_(new, value.detach(), update=True)
-            if self.spec.offset is not None and _has_values(new):
-                lost = int(((value == 0) & (new.dequantize() != 0)).sum())
-                if lost:
-                    warnings.warn(
-                        f"{name}: {lost} of {int((value == 0).sum())} exact zeros became nonzero, because a format with "
-                        "quantized offsets cannot keep them; prune a float model, then quantize it under a format that "
-                        'represents zero, such as "int8" or "uint4"',
-                        UserWarning,
-                        stacklevel=3,
-                    )
-        return new
 
     def in_graph(self) -> AffineQuantizedTensor:
         """What autograd graphs refer to instead of a frozen weight: a detached alias, the same object at each call.

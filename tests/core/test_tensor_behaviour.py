@@ -279,7 +279,7 @@ def test_data_of_another_dtype_is_taken_over() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ["int8_row", "int4_group", "torch_int4"])
 def test_data_takes_the_dtype_of_float_values(name: str, dtype: torch.dtype) -> None:
-    """As for a plain parameter: its object stays, its dtype is that of the values, earlier aliases keep the old value."""
+    """As for a plain parameter: it stays the same object and takes the dtype; earlier aliases keep the old value."""
     old = quantized(name)
     param = nn.Parameter(old, requires_grad=False)
     alias, before = param.data, old.dequantize()

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertModel
 
 import pennyweight as pw
-from pennyweight.core.storage import REFUSAL
 from pennyweight.integrations.transformers import InPlaceQuantizer, attach_quantizer
 from pennyweight.quantize import save_pretrained
 from tests.integrations.small import IDS, llama
-from tests.integrations.writers import CONFIGS, Writer, assert_bytes_are_tensors, check
+from tests.integrations.writers import CONFIGS, Writer, check
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ A write requantizes the new value into the same storages, so that every alias, v
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,15 +19,16 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import blocks, fallback, stochastic_rounding
+from ..arguments import show
 from ..call_site import refuse_disk_offload
 from ..distributed_hooks import answer
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
 from ..formats import E8M0
 from ..layouts import get_layout
 from ..load_state_dict import warn_of_copy
 from ..numerics import part_value, permute_last_axis, quantize
 from ..qparams import Params, choose
-from ..spec import QuantSpec
+from ..spec import DTYPES, QuantSpec
 from ..tensor import ATEN, FUNCTIONS, AffineQuantizedTensor, check_finite, implements
 
 aten = torch.ops.aten
@@ -380,6 +382,53 @@ def _dense(func: Any, args: Any, kwargs: Any) -> Any:
     fallback.record(func.__name__, operands[0])
     args, kwargs = tree_map(lambda a: a.dequantize() if isinstance(a, QT) else a, (args, kwargs))
     return func(*args, **kwargs)
+
+
+@implements(torch.Tensor.data.__set__, table=FUNCTIONS)  # type: ignore[attr-defined]
+def _set_data(func: Any, args: Any, kwargs: Any) -> None:
+    """See ``AffineQuantizedTensor.data``."""
+    target, value = args
+    if not isinstance(target, QT):
+        func(target, value)
+        return
+    if not isinstance(value, Tensor):
+        raise ArgumentTypeError(f"data of a quantized tensor must be a tensor, got {show(value)}")
+    here = f"data of a quantized tensor {tuple(target.shape)} ({target.spec})"
+    if value.shape != target.shape:
+        raise ValueError(f"{here} cannot be replaced by {tuple(value.shape)}; assign a new parameter instead")
+    if value.is_meta != target.is_meta:  # torch refuses it for float tensors too
+        raise ValueError(
+            f"{here} on {target.device} cannot be replaced by values on {value.device}; assign a new parameter"
+        )
+    if not isinstance(value, QT):
+        if value.dtype not in DTYPES.values():
+            raise ValueError(
+                f"{here} cannot be replaced by values of {value.dtype}; expected one of {', '.join(DTYPES)}: convert "
+                f"them first, such as values.to({target.dtype})"
+            )
+        value = _in_new_parts(target, value, here)
+    target.adopt(value)
+
+
+def _in_new_parts(old: QT, value: Tensor, name: str) -> QT:
+    """A float value under the spec of ``old``; the current value gives the same bits.
+
+    Blocks keep their scale if it still fits, because the value may be the current one with changes: a mask, a sum.
+    """
+    with torch.inference_mode(False), torch.no_grad():  # the parts of a parameter outlive an inference mode
+        new = aten._to_copy.default(old.detach(), dtype=value.dtype, device=value.device)
+        write_(new, value.detach(), update=True)
+        if old.spec.offset is not None and type(value) is Tensor and not value.is_meta:
+            lost = int(((value == 0) & (new._dequantize(new.dtype) != 0)).sum())
+            if lost:
+                warnings.warn(
+                    f"{name}: {lost} of {int((value == 0).sum())} exact zeros became nonzero, because a format with "
+                    "quantized offsets cannot keep them; prune a float model, then quantize it under a format that "
+                    'represents zero, such as "int8" or "uint4"',
+                    UserWarning,
+                    stacklevel=4,
+                )
+    return new
 
 
 @implements(torch.Tensor.__setitem__, table=FUNCTIONS)
