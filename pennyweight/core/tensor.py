@@ -89,9 +89,17 @@ class AffineQuantizedTensor(Tensor):
         axes: tuple[int, ...] | None = None,
         readonly: bool = False,
         requires_grad: bool = False,
+        **attributes: Any,
     ) -> AffineQuantizedTensor:
         if isinstance(parts, AffineQuantizedTensor):
-            return parts.detach().requires_grad_(requires_grad)  # type: ignore[return-value]
+            alias = parts.detach().requires_grad_(requires_grad)
+            # accelerate's init_empty_weights passes the attributes of the parameter that it moved; the state is the
+            # alias's own, and others are kept as torch's Parameter keeps none of them
+            for name in attributes.keys() - alias.__dict__.keys() - {"_is_param"}:
+                setattr(alias, name, attributes[name])
+            return alias  # type: ignore[return-value]
+        if attributes:
+            raise TypeError(f"AffineQuantizedTensor got unexpected arguments {sorted(attributes)}")
         if not isinstance(parts, Parts) or spec is None or shape is None:
             raise TypeError(
                 f"AffineQuantizedTensor needs Parts, a QuantSpec and a shape, got {type(parts).__name__}; "

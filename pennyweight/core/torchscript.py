@@ -67,7 +67,9 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _of_module(module: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    kind = torch._C.ConcreteModuleType.from_jit_type(module._type())  # knows the attributes that no method reads, too
+    kind: Any = torch._C.ConcreteModuleType.from_jit_type(
+        module._type()
+    )  # knows the attributes that no method reads, too
     held = {name: module.getattr(name) for name in kind.get_attributes()}
     for name, value in (held | dict(torch._C.ModuleDict(module).items())).items():
         yield from _tensors(value, f"{prefix}.{name}" if prefix else name)

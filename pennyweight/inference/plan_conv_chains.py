@@ -1,4 +1,4 @@
-"""Finds the chains of a convolution net: its graph from torch.fx, and which nodes one native call takes.
+"""Finds the chains of a convolution net: which nodes of its graph one native call takes.
 
 A node becomes part of a chain if it is a quantized convolution with a static input scale, or an operation on images
 that a step can compute: an activation, an addition of equal sizes, max pooling, global average pooling. All other nodes
@@ -24,23 +24,6 @@ from .trace_block import Refusal
 
 INF = math.inf
 Clip = tuple[float, float]
-
-
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        known = getattr(type(m), "thawed", None) is not None or isinstance(m, (nn.Conv2d, nn.Linear))
-        return known or super().is_leaf_module(m, module_qualified_name)
-
-
-def trace(module: nn.Module) -> fx.Graph:
-    """The graph of a module's own forward. Raises Refusal if torch.fx cannot trace it."""
-    twin = object.__new__(own_class(module))
-    twin.__dict__ = module.__dict__
-    try:
-        return _Tracer().trace(twin)
-    except Exception as error:  # whatever a forward does with a proxy
-        text = str(error).strip().splitlines()
-        raise Refusal(f"torch.fx cannot trace it: {text[0] if text else type(error).__name__}") from error
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
@@ -202,16 +185,8 @@ def observe(root: nn.Module, graph: fx.Graph, inputs: Sequence[Tensor]) -> dict[
             return y
 
     found: dict[fx.Node, Any] = {}
-    Shapes(fx.GraphModule(_Holder(root), graph)).run(*inputs)
+    Shapes(root, graph=graph).run(*inputs)
     return found
-
-
-class _Holder(nn.Module):
-    """The modules and parameters of another module, without its forward."""
-
-    def __init__(self, root: nn.Module) -> None:
-        super().__init__()
-        self.__dict__.update({k: v for k, v in root.__dict__.items() if k != "forward"})
 
 
 def plan(root: nn.Module, graph: fx.Graph, inputs: Sequence[Tensor]) -> Net:

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -138,6 +139,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, module: nn.Module, arguments: Mapping[str, Any]) -> None:
         super().__init__()
         self.graph, self.inside = Graph(), 0
+        self.thread = get_ident()  # hooks also see the calls of other threads
         self.known: dict[int, Value] = {}
         self.names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
         for path, t in tensors(dict(arguments)):
@@ -157,10 +159,13 @@ class _Recorder(TorchFunctionMode):
             self.graph.ops.append(op)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.inside += 1
+        if get_ident() == self.thread:
+            self.inside += 1
 
     def leave(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            if get_ident() != self.thread:
+                return
             self.inside -= 1
             if self.inside:
                 return

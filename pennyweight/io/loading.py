@@ -109,7 +109,7 @@ def load(
             )  # fmt: skip
         source = _match(checkpoint, slots, strict)
         new = _tensors(checkpoint, slots, source, device, dtype, told)
-        _assign(slots, new)
+        _assign(slots, new, checkpoint.path)
         if checkpoint.algorithm:
             setattr(model_in, ALGORITHM, checkpoint.algorithm)  # for the next save
         settle_saving_(model_in)
@@ -211,14 +211,20 @@ def _keep_ties(c: Opened, slots: dict[str, Slot], new: dict[str, Tensor]) -> Non
             raise CheckpointError(c.path, name, f"differs from {other}, but both are one tensor of a shared module")
 
 
-def _assign(slots: dict[str, Slot], new: dict[str, Tensor]) -> None:
-    """Assign the tensors to the model. If a module's ``__setattr__`` raises, all assignments are undone."""
+def _assign(slots: dict[str, Slot], new: dict[str, Tensor], path: str) -> None:
+    """Assign the tensors to the model. If a module's ``__setattr__`` raises, all assignments are undone. Raises
+    CheckpointError if the module does not keep the values."""
     done: list[Slot] = []
     try:
         for name, tensor in new.items():
             slot = slots[name]
             done.append(slot)
             setattr(slot.module, slot.attr, tensor)
+            if getattr(slot.module, slot.attr).is_meta and not tensor.is_meta:
+                raise CheckpointError(
+                    path, name, "was moved to the meta device when it was assigned to the model: call pennyweight.load "
+                    "after the block of accelerate's init_empty_weights"
+                )  # fmt: skip
     except BaseException:
         for slot in reversed(done):
             slot.put_back()

@@ -93,8 +93,8 @@ def stored_parts(name: str, meta: Meta) -> Stored:
     """Stored parts of a quantized tensor, dtype and shape: codes, scale, zero_point, offset, act_*, perm, guard, in
     order.
 
-    Codes below 8 bits are a bit stream: uint8 [.., ceil(n * bits / 8)], each row of the last axis (``flat``: of all axes
-    but the first) padded to a whole byte. Zero points with their own format are stored the same way.
+    Codes below 8 bits are a bit stream: uint8 [.., ceil(n * bits / 8)], each row of the last axis (``flat``: of all
+    axes but the first) padded to a whole byte. Zero points with their own format are stored the same way.
     """
     out = _value_parts(name, meta.spec, meta.stored_shape, meta.flat)
     if meta.act is not None and meta.act.mode == "static":

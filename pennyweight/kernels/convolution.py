@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ..core.tensor import FUNCTIONS, AffineQuantizedTensor, implements
 from .cpu import conv
@@ -75,5 +74,10 @@ def _in_graph(func: Any, args: Any, kwargs: Any) -> Any:
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():
-        args, kwargs = tree_map(lambda a: a.in_graph() if isinstance(a, QT) else a, (args, kwargs))
-        return func(*args, **kwargs)
+        return func(*map(_alias, args), **{name: _alias(a) for name, a in kwargs.items()})
+
+
+def _alias(a: Any) -> Any:
+    if type(a) is QT:
+        return a.in_graph()
+    return [_alias(each) for each in a] if type(a) in (list, tuple) and any(type(each) is QT for each in a) else a

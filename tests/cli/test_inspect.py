@@ -74,7 +74,7 @@ def test_inspect_counts_what_lies_on_disk(run: Any, quantized: Path) -> None:
     assert {t["name"] for t in small} == {f"layers.{i}.up.weight" for i in (0, 1, 2, 10)}
     assert data["bits_per_weight"] == 8 * sum(t["bytes"] for t in small) / (4 * 96 * 64)
     assert data["bits_per_parameter"] == 8 * sum(on_disk.values()) / (12 * 96 * 64 + 11 * 96)
-    assert (data["format"], data["format_version"]) == ("pennyweight", 1)
+    assert (data["format"], data["format_version"]) == ("pennyweight", 4)
 
 
 def test_inspect_prints_each_tensor_and_totals(run: Any, quantized: Path) -> None:
@@ -93,7 +93,7 @@ def test_inspect_prints_each_tensor_and_totals(run: Any, quantized: Path) -> Non
     assert f"{data['file_bytes']:,} bytes" in output
     assert f"{data['bits_per_weight']:.3f} bits per quantized weight" in output
     assert f"{data['bits_per_parameter']:.3f} bits per number" in output
-    assert "pennyweight format, version 1" in output
+    assert "pennyweight format, version 4" in output
 
 
 def test_inspect_a_plain_folder(run: Any, plain: Path) -> None:

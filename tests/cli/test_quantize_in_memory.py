@@ -85,15 +85,15 @@ def test_a_budget_of_time(run: Any, writer: Path, text: Path, tmp_path: Path, mo
 def solving(monkeypatch: pytest.MonkeyPatch, until: int | None = None) -> list[str]:
     """The names of the weights that are solved; Ctrl-C comes before number ``until``."""
     module, names = import_module("pennyweight.quantize.pipeline"), []
-    whole = module.solve
+    whole = module.solve_in_model
 
-    def solve(row: Any, *rest: Any) -> Any:
+    def solve(model: Any, row: Any, *rest: Any) -> Any:
         if len(names) == until:
             raise KeyboardInterrupt
         names.append(row.name)
-        return whole(row, *rest)
+        return whole(model, row, *rest)
 
-    monkeypatch.setattr(module, "solve", solve)
+    monkeypatch.setattr(module, "solve_in_model", solve)
     return names
 
 

@@ -168,6 +168,28 @@ def test_loaders_read_native_folders(load: Any, into: str, shards: int, tmp_path
     torch.testing.assert_close(logits(made), logits(model), rtol=1e-4, atol=1e-5)
 
 
+def test_inside_init_empty_weights(tmp_path: Path) -> None:
+    """It replaces each parameter that a module gets by type(parameter)(moved, **attributes of the parameter)."""
+    model = llama()
+    pw.quantize_(model.model, CONFIGS["int4"])
+    pw.save(model, tmp_path)
+    name = "model.layers.0.mlp.up_proj"
+    weight = model.get_submodule(name).weight
+    weight.mark = "kept"
+    with init_empty_weights():
+        made = LlamaForCausalLM(shape()).eval()
+        with pytest.raises(CheckpointError, match=r"call pennyweight\.load after the block"):
+            pw.load(tmp_path, made)
+        made.get_submodule(name).weight = weight
+    assert made.get_submodule(name).weight.is_meta
+    assert made.get_submodule(name).weight.spec == weight.spec
+    assert made.get_submodule(name).weight.mark == "kept"
+    assert all(p.is_meta for p in made.parameters())
+    assert torch.equal(logits(pw.load(tmp_path, made)), logits(model))
+    with pytest.raises(TypeError, match="unexpected arguments"):
+        pw.AffineQuantizedTensor(weight.parts, weight.spec, weight.shape, mark="kept")
+
+
 def test_a_folder_that_cannot_be_read_file_by_file_is_an_error(tmp_path: Path) -> None:
     """transformers gives all shards the whole manifest, and divides the parts of a weight as it likes."""
     model = llama()

@@ -93,7 +93,7 @@ def check(writer: Writer, model: Any, other: Any, folder: Path, call: Callable[[
 
 
 def assert_bytes_are_tensors(folder: Path, model: Any) -> None:
-    """No file has, under the name of a quantized weight, anything but its float value, or our guard: an empty tensor."""
+    """No file has, under the name of a quantized weight, anything but its float value or our guard, an empty tensor."""
     weights = {n: t for n, t in model.state_dict().items() if isinstance(t, pw.AffineQuantizedTensor)}
     for path in folder.rglob("*.safetensors"):
         if path.stat().st_size == 0:  # DCP opens its file before it asks for the bytes

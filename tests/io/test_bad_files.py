@@ -78,7 +78,8 @@ REASONS = {
     "missing ['spec']": ["spec missing", "act without spec"],
     "must be an object, got": ["tensor is a text", "spec is a text", "scale number"],
     " needs torch.": [
-        "flat, said to be in rows", "flat codes a byte short", "shape larger than stored", "shape smaller than stored", "shape of another rank", "axes swapped",
+        "flat, said to be in rows", "flat codes a byte short",
+        "shape larger than stored", "shape smaller than stored", "shape of another rank", "axes swapped",
         "format of another width", "block other", "scale dtype other", "float for codes", "uint8 for int8 codes",
         "codes a row short", "codes flat", "scale of one row", "scale of no axes", "scale of float16", "scale of int64",
         "zero point of int64", "act_scale of two", "perm of int64", "perm of 63", "perm of a row each",

@@ -131,7 +131,7 @@ def test_version_4() -> None:
     """Guards, and codes of convolutions in one stream per output channel."""
     out = read(FOURTH)
     with safetensors.safe_open(FOURTH / "all.safetensors", "pt") as f:
-        stored = {name: f.get_slice(name).get_shape() for name in f.keys()}
+        stored = {name: f.get_slice(name).get_shape() for name in f.keys()}  # noqa: SIM118, it is no mapping
     for name, w in out.items():
         if isinstance(w, QT) and name != "tied":
             assert stored[name] == [0]
