@@ -7,6 +7,7 @@ package without this module, and then this module before a command runs.
 
 from __future__ import annotations
 
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -16,8 +17,12 @@ from . import kernels  # noqa: F401
 from .core import distributed_hooks
 from .core.import_hooks import after_import
 from .core.module_repr import show_weights
+from .core.tensor import AffineQuantizedTensor
 
 _PACKAGE = __package__ or "pennyweight"
+# the modules and base classes of models with save_pretrained
+_TRANSFORMERS = ("transformers.modeling_utils", "PreTrainedModel")
+_DIFFUSERS = ("diffusers.models.modeling_utils", "ModelMixin")
 
 
 def _register_with_transformers() -> None:
@@ -50,8 +55,24 @@ def _register_model_libraries() -> None:
     def adapter(name: str) -> Any:
         return lambda: import_module(f".integrations.{name}", _PACKAGE)
 
-    LIBRARIES.append(Library("transformers.modeling_utils", "PreTrainedModel", adapter("transformers")))
-    LIBRARIES.append(Library("diffusers.models.modeling_utils", "ModelMixin", adapter("diffusers")))
+    LIBRARIES.append(Library(*_TRANSFORMERS, adapter("transformers")))
+    LIBRARIES.append(Library(*_DIFFUSERS, adapter("diffusers")))
+
+
+def _settle_when_saved(module: str, base: str) -> None:
+    """Let ``save_pretrained`` settle a model of which ``quantize_`` or ``dequantize_`` saw only a part."""
+    owner = getattr(import_module(module), base)
+    plain = owner.save_pretrained
+
+    @wraps(plain)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        held = getattr(self, "hf_quantizer", None)
+        ours = held is None or type(held).__module__.startswith(f"{_PACKAGE}.")
+        if ours and any(isinstance(p, AffineQuantizedTensor) for p in self.parameters()) != (held is not None):
+            import_module(".quantize.save_pretrained", _PACKAGE).settle_saving_(self)
+        return plain(self, *args, **kwargs)
+
+    owner.save_pretrained = save_pretrained
 
 
 # print(model) shows what is quantized; Conv1D has a __repr__ of its own
@@ -59,6 +80,8 @@ show_weights(nn.Module)
 after_import("transformers.pytorch_utils", lambda: show_weights(import_module("transformers.pytorch_utils").Conv1D))
 after_import("transformers.quantizers.auto", _register_with_transformers)
 after_import("diffusers.quantizers.auto", lambda: import_module(".integrations.diffusers", _PACKAGE))
+after_import(_TRANSFORMERS[0], lambda: _settle_when_saved(*_TRANSFORMERS))
+after_import(_DIFFUSERS[0], lambda: _settle_when_saved(*_DIFFUSERS))
 after_import("accelerate.utils.modeling", _register_with_accelerate)
 after_import("torch.onnx", lambda: import_module(".export.torch_onnx", _PACKAGE).explain_failures())
 distributed_hooks.load_with(lambda: import_module(".distributed.dispatch", _PACKAGE))

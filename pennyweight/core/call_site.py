@@ -77,8 +77,8 @@ def refuse_disk_offload(w: Any) -> None:
     if _ACCELERATE in sys.modules and any(_module(f) == _ACCELERATE for f in islice(_frames(), _ACCELERATE_DEPTH)):
         raise TypeError(
             f"accelerate's offload to disk stores a quantized weight {tuple(w.shape)} ({w.spec}) as float numbers. "
-            "Save the model with pw.save(model, folder) and call "
-            "accelerate.cpu_offload(model, execution_device, state_dict=pw.open(folder)), which maps the files"
+            "Save the model with pw.save(model, folder) and call accelerate.cpu_offload(model, execution_device, "
+            "state_dict=pw.open(folder).packed_for(model)), which maps the files"
         )
 
 

@@ -76,7 +76,7 @@ class AffineQuantizedTensor(Tensor):
     act: ActivationSpec | None
     axes: tuple[int, ...] | None
     readonly: bool  # shares blocks with elements outside itself, so in-place ops must raise
-    _bound: dict[Any, Any]  # kernels selected for this tensor, by (op, dtype)
+    _bound: dict[Any, Any]  # kernels selected for this tensor, by (op, dtype); its alias in autograd graphs
 
     @staticmethod
     def __new__(
@@ -351,25 +351,41 @@ class AffineQuantizedTensor(Tensor):
 
     @property
     def data(self) -> AffineQuantizedTensor:
-        """A detached alias. Assigning a quantized tensor adopts its parts; assigning a float tensor quantizes it."""
+        """A detached alias. Assigning a quantized tensor adopts its parts, spec and dtype. Assigning a float tensor
+        quantizes it under the spec of this one, into new parts with the dtype and device of the value. As in torch,
+        earlier aliases keep the old value. Raises ValueError if the shape, dtype or device does not fit.
+        """
         return self.detach()  # type: ignore[return-value]
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not isinstance(value, AffineQuantizedTensor):
-            with torch.no_grad():
-                self.copy_(value)
-            return
-        if value.shape != self.shape:
-            raise ValueError(
-                f"data of a quantized tensor {tuple(self.shape)} cannot be replaced by {tuple(value.shape)}; assign a "
-                "new parameter instead"
-            )
-        if value.dtype != self.dtype or value.device != self.device:
-            torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
+        FUNCTIONS[torch.Tensor.data.__set__](None, (self, value), {})  # type: ignore[attr-defined]
+
+    def adopt(self, value: AffineQuantizedTensor) -> None:
+        """Replace the parts, spec, dtype and device of this tensor, which stays the same object, by those of value."""
+        if (value.dtype, value.device, value.axes) != (self.dtype, self.device, self.axes):
+            with torch._C.DisableTorchFunctionSubclass():
+                torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
         for name in (*STORED, "spec", "act", "axes", "readonly"):
             setattr(self, name, getattr(value, name))
         self._bound = {}
+
+    def in_graph(self) -> AffineQuantizedTensor:
+        """What autograd graphs refer to instead of a frozen weight: a detached alias, the same object at each call.
+
+        It shares the version counter, so that backward after a change in place raises. ``Module.to``, ``.half()`` and
+        ``share_memory()`` swap a quantized parameter with its new value, which torch refuses while a graph holds it.
+        """
+        if self.requires_grad:  # its gradient must reach it
+            return self
+        alias: AffineQuantizedTensor | None = self._bound.get("in_graph")
+        if alias is None:
+            alias = self.detach()  # type: ignore[assignment]
+            assert alias is not None
+            if isinstance(self, torch.nn.Parameter):
+                alias._is_param = True  # hooks that offload what a graph saves leave parameters where they are
+            self._bound["in_graph"] = alias
+        return alias
 
     # -- protocols ---------------------------------------------------------------------------------------------------
 

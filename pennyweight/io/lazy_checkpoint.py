@@ -7,16 +7,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..core.arguments import did_you_mean
+from ..core.tensor import AffineQuantizedTensor
+from ..kernels.repack import choose_layout
+from ..kernels.table import case_of
 from ..planning.report import ALGORITHM
 from .checkpoint import Checkpoint
 from .codecs import CODECS, Codec, Found
 from .file import CheckpointError, checkpoint_errors
 from .manifest import KEY, Meta, stored_parts
 from .safetensors_file import Entry, File
-from .state_dict import build, from_parts
+from .state_dict import build, from_parts, slots_of
 from .validate import check_data, check_plain
 
 Rows = Callable[[int, int], Tensor]
@@ -114,10 +118,56 @@ class Opened(Mapping[str, Tensor]):
         algorithm = said if isinstance(said, str) else _SOLVED.get(self.format, "") if self.quantized else ""
         return "" if algorithm == NEAREST else algorithm[:200]
 
+    def packed_for(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """These tensors, each packed at every access for the kernel that runs it in ``model``, as ``pw.load`` does.
+
+        For a model whose weights are read layer by layer: ``accelerate.cpu_offload(model, device,
+        state_dict=pw.open(folder).packed_for(model))``. Files hold no packing, and most formats have no kernel without
+        one: packing takes less time than the product with a dequantized weight. Call it before the weights are moved.
+        """
+        slots = slots_of(model)
+        names: dict[str, list[str]] = {}
+        for name in slots:
+            names.setdefault(self.aliases.get(name, name), []).append(name)
+        tied = {id(s.tensor): [n for n, other in slots.items() if other.tensor is s.tensor] for s in slots.values()}
+        ops = {
+            name: tuple(dict.fromkeys(slots[n].op for n in [*names[self.aliases.get(name, name)], *tied[id(s.tensor)]]))
+            for name, s in slots.items()
+        }
+        return _Packed(self, ops, {name: s.tensor.dtype for name, s in slots.items()})
+
     def state_dict(self) -> dict[str, Tensor]:
         """All tensors; tied names share one object."""
         out = {name: held.read() for name, held in self.held.items()}
         return out | {alias: out[name] for alias, name in self.aliases.items()}
+
+
+class _Packed(Mapping[str, Tensor]):
+    """See :meth:`Opened.packed_for`. The layout of a name is chosen once."""
+
+    def __init__(self, opened: Opened, ops: dict[str, tuple[str, ...]], dtypes: dict[str, torch.dtype]) -> None:
+        self.opened, self.ops, self.dtypes = opened, ops, dtypes
+        self.layouts: dict[str, str] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        w = self.opened[name]
+        if not isinstance(w, AffineQuantizedTensor) or name not in self.ops or w.ndim < 2:
+            return w
+        if name not in self.layouts:
+            self.layouts[name] = choose_layout(case_of(w, self.dtypes[name]), self.ops[name])[1]
+        return w.to_layout(self.layouts[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.opened)
+
+    def __len__(self) -> int:
+        return len(self.opened)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.opened
+
+    __hash__ = object.__hash__  # the default of Mapping would read every tensor
+    __eq__ = object.__eq__
 
 
 def open_safetensors(

@@ -1,7 +1,8 @@
 """``F.conv1d`` and ``F.conv2d`` with a quantized weight in eager mode: calls the bound kernel directly.
 
 Anything else (gradients, autocast, tracing, modes, other layouts) goes through torch's dispatcher to the handler of
-``aten.convolution`` in ops.py, which selects from the same table.
+``aten.convolution`` in ops.py, which selects from the same table. Of a product whose graph torch makes itself, of any
+kind, the graph gets an alias of a frozen weight: see ``AffineQuantizedTensor.in_graph``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.tensor import FUNCTIONS, AffineQuantizedTensor, implements
@@ -28,6 +30,12 @@ def _each(value: Any, count: int) -> tuple[int, ...]:
 
 @implements(torch.conv1d, torch.conv2d, table=FUNCTIONS)
 def _convolution(func: Any, args: Any, kwargs: Any) -> Any:
+    y = _eager(args, kwargs)
+    return _in_graph(func, args, kwargs) if y is NotImplemented else y
+
+
+def _eager(args: Any, kwargs: Any) -> Any:
+    """The result of the bound kernel; NotImplemented if the call is not a plain eager one."""
     rest = list(zip(_NAMES, _DEFAULTS, strict=True))[len(args) :]
     given: list[Any] = [*args] + [kwargs.get(name, value) for name, value in rest]
     x, w, bias, stride, padding, dilation, groups = given
@@ -53,3 +61,23 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Any:
         n = x.ndim - 2
         y = bound[0](x, bound[1], bias, _each(stride, n), _each(padding, n), _each(dilation, n), groups)
         return NotImplemented if y is None else y
+
+
+@implements(
+    torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d, torch.matmul, torch.mm,
+    torch.bmm, torch.addmm, torch.baddbmm, torch.mv, torch.Tensor.matmul, torch.Tensor.__matmul__,
+    torch.Tensor.__rmatmul__, torch.Tensor.mm, torch.Tensor.bmm, torch.Tensor.addmm, torch.Tensor.baddbmm,
+    torch.Tensor.mv, torch.einsum, torch._grouped_mm, torch.bilinear, F.multi_head_attention_forward, table=FUNCTIONS,
+)  # fmt: skip
+def _in_graph(func: Any, args: Any, kwargs: Any) -> Any:
+    """Give the graph that torch makes aliases of frozen weights."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return NotImplemented
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*map(_alias, args), **{name: _alias(a) for name, a in kwargs.items()})
+
+
+def _alias(a: Any) -> Any:
+    if type(a) is QT:
+        return a.in_graph()
+    return [_alias(each) for each in a] if type(a) in (list, tuple) and any(type(each) is QT for each in a) else a

@@ -148,7 +148,8 @@ def _general(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
                     f"torch.func transforms do not support a quantized weight {tuple(w.shape)} ({w.spec}) with "
                     "requires_grad; call requires_grad_(False) first, or train it with backward()"
                 )
-            return _TransformedLinear.apply(x, _Constant(w), bias)
+            # a copy of the wrapper: w itself may be converted, or get other parts, before backward
+            return _TransformedLinear.apply(x, _Constant(w.with_()), bias)
         return _Linear.apply(x, w, bias) if w.requires_grad else traced_linear(x, w, bias)
     if not in_memory(w._codes):  # traced parts or another device: use the registered op
         return _Linear.apply(x, w, bias) if w.requires_grad else traced_linear(x, w, bias)
@@ -187,7 +188,7 @@ def _broadcasts(shape: torch.Size, whole: torch.Size) -> bool:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x if w.requires_grad else None, w)
+        ctx.save_for_backward(x if w.requires_grad else None, w.in_graph())
         ctx.bias = None if bias is None else bias.dtype
         return _below_autograd(x, w, bias)
 

@@ -66,12 +66,42 @@ def test_offload_to_disk(model: Any, dtype: torch.dtype, tmp_path: Path) -> None
         dispatch_model(copy.deepcopy(model), disk, main_device="cpu", offload_dir=tmp_path / "too", force_hooks=True)
     pw.save(model, tmp_path / "ours")
     with pw.open(tmp_path / "ours") as weights:
-        moved = cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"), state_dict=weights)
-        assert all(p.is_meta for p in moved.parameters())
-        for _ in range(2):  # files hold no packing, so another kernel runs, on the same codes
-            error = (logits(moved) - expected).abs().max() / expected.abs().max()
-            assert error <= (2e-2 if dtype is torch.bfloat16 else 2e-5)
+        for packed in (True, False):
+            moved = copy.deepcopy(model)
+            held = weights.packed_for(moved) if packed else weights
+            cpu_offload(moved, execution_device=torch.device("cpu"), state_dict=held)
             assert all(p.is_meta for p in moved.parameters())
+            for _ in range(2):
+                got = logits(moved)
+                if packed:  # the same kernels as without offload
+                    assert torch.equal(got, expected)
+                else:  # files hold no packing, so another kernel runs, on the same codes
+                    error = (got - expected).abs().max() / expected.abs().max()
+                    assert error <= (2e-2 if dtype is torch.bfloat16 else 2e-5)
+                assert all(p.is_meta for p in moved.parameters())
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_files_are_packed_as_the_model_is(tied: bool, tmp_path: Path) -> None:
+    """Also for a model that is empty, and for tables that are looked up and multiplied."""
+    model = llama(tie_word_embeddings=tied)
+    pw.quantize_(model, CONFIGS["int4"], lambda m, name: isinstance(m, (torch.nn.Linear, torch.nn.Embedding)))
+    pw.save(model, tmp_path)
+    with init_empty_weights():
+        empty = LlamaForCausalLM(shape(tie_word_embeddings=tied)).eval()
+    with pw.open(tmp_path) as weights:
+        for like in (model, empty):
+            packed = weights.packed_for(like)
+            assert set(packed) == set(weights)
+            assert len(packed) == len(weights)
+            for name, p in model.named_parameters(remove_duplicate=False):
+                held = packed[name]
+                assert type(held) is type(p) or not isinstance(p, pw.AffineQuantizedTensor)
+                if isinstance(p, pw.AffineQuantizedTensor):
+                    assert held.spec == p.spec
+                assert (
+                    torch.equal(held.detach(), p.detach()) if type(p) is torch.nn.Parameter else held.dtype == p.dtype
+                )
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["into float", "into quantized"])

@@ -11,6 +11,7 @@ import torch
 
 import pennyweight as pw
 from tests.integrations import writers
+from tests.integrations.small import assert_same_weights
 from tests.integrations.writers import Writer
 
 pytest.importorskip("diffusers")
@@ -133,6 +134,16 @@ def test_what_is_float_again_is_saved_as_float(tmp_path: Path) -> None:
         assert "quantization_config" not in json.loads((tmp_path / f"float{i}" / "config.json").read_text())
         held = read(tmp_path / f"float{i}", None).state_dict()
         assert all(torch.equal(held[name], t) for name, t in model.state_dict().items())
+
+
+def test_a_model_of_which_quantize_saw_a_part(tmp_path: Path) -> None:
+    model = unet()
+    pw.quantize_(model.down_blocks, pw.Int8WeightOnlyConfig(), lambda m, name: isinstance(m, torch.nn.Conv2d))
+    model.save_pretrained(tmp_path / "quantized")
+    assert_same_weights(read(tmp_path / "quantized", None), model)
+    pw.dequantize_(model.down_blocks)
+    model.save_pretrained(tmp_path / "float")
+    assert "quantization_config" not in json.loads((tmp_path / "float" / "config.json").read_text())
 
 
 def test_folders_that_cannot_be_read_are_refused(tmp_path: Path) -> None:

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertModel
 
 import pennyweight as pw
-from pennyweight.core.storage import REFUSAL
 from pennyweight.integrations.transformers import InPlaceQuantizer, attach_quantizer
 from pennyweight.quantize import save_pretrained
 from tests.integrations.small import IDS, llama
-from tests.integrations.writers import CONFIGS, Writer, assert_bytes_are_tensors, check
+from tests.integrations.writers import CONFIGS, Writer, check
 
 
 @torch.no_grad()
@@ -104,20 +103,34 @@ def test_a_model_that_pw_load_filled(tmp_path: Path) -> None:
     check(WRITERS["save_pretrained"], model, llama(), tmp_path / "saved", logits)
 
 
+PARTS: dict[str, Callable[[Any], nn.Module]] = {
+    "inner model": lambda model: model.model, "layer": lambda model: model.model.layers[1].mlp,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("ties", [False, True], ids=["untied", "tied"])
-def test_what_quantize_did_not_see_refuses_until_it_is_told(ties: bool, tmp_path: Path) -> None:
-    """The model around the part that was quantized cannot be found from there."""
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_a_model_of_which_quantize_saw_a_part(part: Callable[[Any], nn.Module], ties: bool, tmp_path: Path) -> None:
+    """The model around the part cannot be found from there, so it is prepared when it is saved."""
     model = llama(tie_word_embeddings=ties)
-    pw.quantize_(model.model, CONFIGS["int8"])
-    with pytest.raises(BaseException, match=re.escape(REFUSAL)):
-        model.save_pretrained(tmp_path)
-    assert_bytes_are_tensors(tmp_path, model)
+    pw.quantize_(part(model), CONFIGS["int8"])
     with torch.no_grad():
         exact = model.model(IDS)[0]
-    check(WRITERS["attach_quantizer, save_pretrained"], model, None, tmp_path / "told", logits)
+    check(WRITERS["save_pretrained"], model, None, tmp_path / "whole", logits)
+    assert isinstance(model.hf_quantizer, InPlaceQuantizer)
     model.model.save_pretrained(tmp_path / "part")
     with torch.no_grad():
         assert torch.equal(AutoModel.from_pretrained(tmp_path / "part")(IDS)[0], exact)
+    pw.dequantize_(part(model))
+    model.save_pretrained(tmp_path / "float")
+    assert "quantization_config" not in json.loads((tmp_path / "float" / "config.json").read_text())
+
+
+def test_weights_assigned_by_hand_are_saved(tmp_path: Path) -> None:
+    model, other = llama(), llama()
+    pw.quantize_(other, CONFIGS["nf4"])
+    model.model.layers[0].mlp.up_proj.weight = other.model.layers[0].mlp.up_proj.weight
+    check(WRITERS["save_pretrained"], model, None, tmp_path, logits)
 
 
 def test_the_quantizer_changes_nothing_but_saving(tmp_path: Path) -> None:
@@ -138,8 +151,6 @@ def test_the_quantizer_changes_nothing_but_saving(tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", ["dequantize_", "model.dequantize", "assigned"])
 @pytest.mark.parametrize("loaded", [False, True], ids=["in place", "loaded"])
 def test_what_is_float_again_is_saved_as_float(loaded: bool, way: str, tmp_path: Path) -> None:
-    if loaded and way == "assigned":
-        pytest.skip("a quantizer that loaded the model stays: transformers made it")
     model = whole(False, CONFIGS["int8"])
     model.save_pretrained(tmp_path / "quantized")
     model = read(tmp_path / "quantized", model) if loaded else model

@@ -5,6 +5,8 @@ A write requantizes the new value into the same storages, so that every alias, v
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,15 +19,16 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import blocks, fallback, stochastic_rounding
+from ..arguments import show
 from ..call_site import refuse_disk_offload
 from ..distributed_hooks import answer
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
 from ..formats import E8M0
 from ..layouts import get_layout
 from ..load_state_dict import warn_of_copy
 from ..numerics import part_value, permute_last_axis, quantize
 from ..qparams import Params, choose
-from ..spec import QuantSpec
+from ..spec import DTYPES, QuantSpec
 from ..tensor import ATEN, FUNCTIONS, AffineQuantizedTensor, check_finite, implements
 
 aten = torch.ops.aten
@@ -91,10 +94,61 @@ def write_(target: QT, value: Tensor, *, update: bool = False) -> QT:
 
 
 def _kept(target: QT, value: Tensor, spec: QuantSpec, update: bool) -> Params | None:
-    """The parameters to keep: a learned table always, scales if that prevents drift under updates."""
+    """The parameters to keep: a learned table always, scales if that prevents drift under updates; a zero."""
     if spec.format.kind == "learned":
         return _under_table(target, value, spec, update)
-    return _kept_scales(target, value, spec) if update else None
+    kept = _kept_scales(target, value, spec) if update else None
+    return _with_zeros(value, spec) if kept is None else kept
+
+
+_ODD = 16  # shifts of more odd bits leave a 16-bit scale too few
+
+
+def _with_zeros(value: Tensor, spec: QuantSpec) -> Params | None:
+    """For integers with a real offset: parameters under which a block with exact zeros represents zero, as all other
+    formats do. Otherwise torch's ``prune.remove``, which writes the masked weight, makes every pruned element nonzero.
+    None: no such block.
+
+    x = (q - mid) * scale + offset is exactly zero at q = mid - k in every arithmetic if offset = k * scale is exact in
+    its dtype, so the scale has fewer significant bits than the dtype, by those of k's odd part. Of all k that with the
+    smallest scale is taken.
+    """
+    if (
+        spec.format.kind != "int" or spec.zero_point or not isinstance(spec.offset, torch.dtype)
+        or spec.scale is not spec.offset or value.numel() == 0
+    ):  # fmt: skip
+        return None
+    zero = value == 0
+    if type(value) is Tensor and not value.is_meta and not bool(zero.any()):
+        return None
+    x = blocks.pad(value, spec.block)
+    fresh, counts, inner = choose(x, spec), blocks.counts(spec.block, x.shape), blocks.inner_axes(x.ndim)
+    assert fresh.scale is not None
+    assert fresh.offset is not None
+    view, info = blocks.split(x, counts), torch.finfo(spec.scale)
+    low, high = view.amin(inner).clamp(max=0).double(), view.amax(inner).clamp(min=0).double()
+    digits, limit = round(-math.log2(info.eps)) + 1, info.max / 2**spec.format.bits
+    scale, shift = torch.full_like(low, limit), torch.zeros_like(low)
+    for k in range(int(spec.mid - spec.format.hi), int(spec.mid - spec.format.lo) + 1):
+        odd = abs(k) // (k & -k) if k else 1
+        if odd < _ODD:
+            zero_code = spec.mid - k
+            needed = torch.maximum(_step(-low, zero_code - spec.format.lo), _step(high, spec.format.hi - zero_code))
+            mantissa, exponent = torch.frexp(needed.clamp(info.smallest_normal, limit))
+            bits = 2.0 ** (digits - (odd.bit_length() if odd > 1 else 0))
+            needed = torch.ldexp((mantissa * bits).ceil() / bits, exponent)
+            shift, scale = torch.where(needed < scale, k, shift), torch.minimum(needed, scale)
+    has = blocks.split(blocks.pad(zero.to(torch.uint8), spec.block), counts).amax(inner) > 0
+    has &= low < high  # zero is exact in a block of zeros
+    dtype = fresh.scale.dtype
+    return Params(
+        torch.where(has, scale.to(dtype), fresh.scale), None, torch.where(has, (shift * scale).to(dtype), fresh.offset)
+    )
+
+
+def _step(end: Tensor, codes: float) -> Tensor:
+    """The scale under which so many codes on one side of zero reach an end of the range."""
+    return end / codes if codes else torch.where(end == 0, 0.0, torch.inf)
 
 
 def _under_table(target: QT, value: Tensor, spec: QuantSpec, update: bool) -> Params:
@@ -328,6 +382,53 @@ def _dense(func: Any, args: Any, kwargs: Any) -> Any:
     fallback.record(func.__name__, operands[0])
     args, kwargs = tree_map(lambda a: a.dequantize() if isinstance(a, QT) else a, (args, kwargs))
     return func(*args, **kwargs)
+
+
+@implements(torch.Tensor.data.__set__, table=FUNCTIONS)  # type: ignore[attr-defined]
+def _set_data(func: Any, args: Any, kwargs: Any) -> None:
+    """See ``AffineQuantizedTensor.data``."""
+    target, value = args
+    if not isinstance(target, QT):
+        func(target, value)
+        return
+    if not isinstance(value, Tensor):
+        raise ArgumentTypeError(f"data of a quantized tensor must be a tensor, got {show(value)}")
+    here = f"data of a quantized tensor {tuple(target.shape)} ({target.spec})"
+    if value.shape != target.shape:
+        raise ValueError(f"{here} cannot be replaced by {tuple(value.shape)}; assign a new parameter instead")
+    if value.is_meta != target.is_meta:  # torch refuses it for float tensors too
+        raise ValueError(
+            f"{here} on {target.device} cannot be replaced by values on {value.device}; assign a new parameter"
+        )
+    if not isinstance(value, QT):
+        if value.dtype not in DTYPES.values():
+            raise ValueError(
+                f"{here} cannot be replaced by values of {value.dtype}; expected one of {', '.join(DTYPES)}: convert "
+                f"them first, such as values.to({target.dtype})"
+            )
+        value = _in_new_parts(target, value, here)
+    target.adopt(value)
+
+
+def _in_new_parts(old: QT, value: Tensor, name: str) -> QT:
+    """A float value under the spec of ``old``; the current value gives the same bits.
+
+    Blocks keep their scale if it still fits, because the value may be the current one with changes: a mask, a sum.
+    """
+    with torch.inference_mode(False), torch.no_grad():  # the parts of a parameter outlive an inference mode
+        new = aten._to_copy.default(old.detach(), dtype=value.dtype, device=value.device)
+        write_(new, value.detach(), update=True)
+        if old.spec.offset is not None and type(value) is Tensor and not value.is_meta:
+            lost = int(((value == 0) & (new._dequantize(new.dtype) != 0)).sum())
+            if lost:
+                warnings.warn(
+                    f"{name}: {lost} of {int((value == 0).sum())} exact zeros became nonzero, because a format with "
+                    "quantized offsets cannot keep them; prune a float model, then quantize it under a format that "
+                    'represents zero, such as "int8" or "uint4"',
+                    UserWarning,
+                    stacklevel=4,
+                )
+    return new
 
 
 @implements(torch.Tensor.__setitem__, table=FUNCTIONS)
