@@ -19,6 +19,7 @@ READERS = {
     "core/call_site.py": "",
     "compat/torchao/virtual_modules.py": "whether a missing name is an ImportError or an AttributeError",
     "planning/run_batch.py": "the line that a warning points to",
+    "inference/trace_net.py": "whether a module that is no part of the net makes a call that is traced",
 }
 
 

@@ -60,7 +60,7 @@ def test_numbers_and_bytes(spec: QuantSpec, shape: tuple[int, ...]) -> None:
     assert torch.equal(tensors["w.zero_point"].reshape(-1), packed._zero_point.reshape(-1))
     back = unflatten(tensors, metadata)["w"]
     assert torch.equal(back.dequantize(), packed.dequantize())
-    assert '"version":3' in metadata["pennyweight"]
+    assert '"version":4' in metadata["pennyweight"]
 
 
 def test_the_target() -> None:
@@ -171,7 +171,9 @@ def test_what_does_not_fit_is_refused() -> None:
         unflatten(spoilt, metadata)
     with pytest.raises(CheckpointError, match=r"part w.zero_point is torch.uint8 \[4, 3\]"):
         unflatten({**tensors, "w.zero_point": torch.zeros(4, 3, dtype=torch.uint8)}, metadata)
-    older = {"pennyweight": metadata["pennyweight"].replace('"version":3', '"version":2')}
+    del tensors["w"]  # the guard of version 4
+    without = metadata["pennyweight"].replace('"guard":true,', "")
+    older = {"pennyweight": without.replace('"version":4', '"version":2')}
     with pytest.raises(CheckpointError, match="declares format version 2, but its contents need version 3"):
         unflatten(tensors, older)
 
