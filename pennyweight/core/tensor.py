@@ -93,8 +93,8 @@ class AffineQuantizedTensor(Tensor):
     ) -> AffineQuantizedTensor:
         if isinstance(parts, AffineQuantizedTensor):
             alias = parts.detach().requires_grad_(requires_grad)
-            # accelerate's init_empty_weights passes the attributes of the parameter that it moved; the state is the
-            # alias's own, and others are kept as torch's Parameter keeps none of them
+            # accelerate's init_empty_weights passes all attributes of the parameter that it replaces: those of its
+            # state, which the alias has already, and those that users set
             for name in attributes.keys() - alias.__dict__.keys() - {"_is_param"}:
                 setattr(alias, name, attributes[name])
             return alias  # type: ignore[return-value]
