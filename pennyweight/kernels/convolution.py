@@ -47,6 +47,7 @@ def _eager(args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if w.spec.layout != conv.LAYOUT.name or w.axes is not None or x.ndim != w.ndim:
             return NotImplemented
+        conv.refuse_tracing(w)
         if torch.is_grad_enabled() and (
             x.requires_grad or w.requires_grad or (bias is not None and bias.requires_grad)
         ):

@@ -148,3 +148,13 @@ def test_one_axis_that_is_not_contiguous(spec: str) -> None:
     x = torch.randn(256)[::2]
     got = pw.AffineQuantizedTensor.from_float(x, plain)
     assert torch.equal(got.dequantize(), pw.AffineQuantizedTensor.from_float(x.contiguous(), plain).dequantize())
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_tracing_a_convolution_is_refused_and_the_next_trace_works() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3)).eval().requires_grad_(False)
+    pw.quantize_(net, "int8", lambda module, name: isinstance(module, nn.Conv2d))
+    with pytest.raises(RuntimeError, match=r"convolution in layer '0' .*torch\.export"):
+        torch.jit.trace(net, torch.ones(1, 3, 8, 8), check_trace=False)
+    x, recurrent = torch.randn(2, 3, 8), nn.GRU(8, 8, batch_first=True).eval()
+    assert torch.equal(torch.jit.trace(recurrent, (x,), check_trace=False)(x)[0], recurrent(x)[0])

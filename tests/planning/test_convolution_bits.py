@@ -99,8 +99,9 @@ def test_a_scheme_that_is_larger_says_so() -> None:
         assert "larger than int8 or float" in str(said)
     report = pw.quantize_(nn.Sequential(nn.Linear(64, 64, bias=False)), "int8")
     assert "larger" not in str(report)
-    tiny = pw.quantize_(nn.Sequential(nn.Linear(2, 8, bias=False)), pw.IntxWeightOnlyConfig(torch.int4, pw.PerGroup(2)))
-    assert "larger than int8: " in tiny.rows[0].note
+    groups = pw.IntxWeightOnlyConfig(torch.int4, pw.PerGroup(4))
+    report = pw.quantize_(nn.Sequential(nn.Linear(256, 64, bias=False)), groups)
+    assert "larger than int8: 12.0 bits per weight" in report.rows[0].note
 
 
 @pytest.mark.filterwarnings("ignore::pennyweight.FallbackWarning")  # flatten cuts through blocks of the last axis
