@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
+
+from .call_site import in_layer
+from .errors import ArgumentError
 
 
 def in_memory(t: Tensor) -> bool:
@@ -41,6 +45,19 @@ def is_observed(*tensors: Tensor | None) -> bool:
     if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView):
         return False
     return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def refuse_jit_trace(op: str, w: Any) -> None:
+    """Raise ArgumentError under torch.jit.trace, for ops on a quantized tensor that take lists of sizes.
+
+    Below its dispatch key, such a list fails an assertion of torch's tracer, and may stay behind, so that the next
+    trace fails.
+    """
+    if torch._C._get_tracing_state() is not None:
+        raise ArgumentError(
+            f"{op}{in_layer()}: torch.jit.trace cannot record a quantized weight ({w.spec}); use torch.export.export or "
+            "torch.compile, or trace the float model of dequantize_(model)"
+        )
 
 
 @contextmanager

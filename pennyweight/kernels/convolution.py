@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.tensor import FUNCTIONS, AffineQuantizedTensor, implements
+from ..core.tracing import refuse_jit_trace
 from .cpu import conv
 from .table import case_of, select
 
@@ -45,9 +46,9 @@ def _eager(args: Any, kwargs: Any) -> Any:
     ):  # fmt: skip
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():
+        refuse_jit_trace("convolution", w)
         if w.spec.layout != conv.LAYOUT.name or w.axes is not None or x.ndim != w.ndim:
             return NotImplemented
-        conv.refuse_tracing(w)
         if torch.is_grad_enabled() and (
             x.requires_grad or w.requires_grad or (bias is not None and bias.requires_grad)
         ):

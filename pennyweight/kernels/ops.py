@@ -14,7 +14,7 @@ from ..core.errors import ArgumentError
 from ..core.numerics import permute_last_axis, unpermute_last_axis
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
 from ..core.tensor import SLOTS, AffineQuantizedTensor, implements, static_json
-from ..core.tracing import in_memory
+from ..core.tracing import in_memory, refuse_jit_trace
 from .cpu import experts
 from .linear import linear, run_linear
 from .linear_op import LIBRARY, _flatten, _nest, traced_linear
@@ -239,6 +239,8 @@ def _dequantized(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(aten.convolution.default)
 def _convolution(func: Any, args: Any, kwargs: Any) -> Any:
+    if isinstance(args[1], QT):
+        refuse_jit_trace("convolution", args[1])
     if (shapes := _meta(func, args, kwargs)) is not NotImplemented:
         return shapes
     x, w, bias, *rest = args

@@ -151,10 +151,14 @@ def test_one_axis_that_is_not_contiguous(spec: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_tracing_a_convolution_is_refused_and_the_next_trace_works() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 8, 3)).eval().requires_grad_(False)
-    pw.quantize_(net, "int8", lambda module, name: isinstance(module, nn.Conv2d))
+@pytest.mark.parametrize("config", ["int8", "int8-dynamic", "int4"])
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d])
+def test_tracing_a_convolution_is_refused_and_the_next_trace_works(kind: type[nn.Module], config: str) -> None:
+    net = nn.Sequential(kind(8, 8, 3)).eval().requires_grad_(False)
+    pw.quantize_(net, config, lambda module, name: isinstance(module, kind))
     with pytest.raises(RuntimeError, match=r"convolution in layer '0' .*torch\.export"):
-        torch.jit.trace(net, torch.ones(1, 3, 8, 8), check_trace=False)
+        torch.jit.trace(
+            net, torch.ones(1, *net[0].weight.shape[1:2], *(6,) * (net[0].weight.ndim - 2)), check_trace=False
+        )
     x, recurrent = torch.randn(2, 3, 8), nn.GRU(8, 8, batch_first=True).eval()
     assert torch.equal(torch.jit.trace(recurrent, (x,), check_trace=False)(x)[0], recurrent(x)[0])

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.call_site import in_layer
 from ...core.errors import ArgumentError
 from ...core.formats import INT3, INT4, INT7, INT8, UINT4, UINT7, UINT8
 from ...core.layouts import Layout, register_layout
@@ -253,19 +252,8 @@ def _call(x: Tensor, w: Any, case: Case, bias: Tensor | None, rest: Sequence[Any
     )
 
 
-def refuse_tracing(w: QT) -> None:
-    """Raise ArgumentError under torch.jit.trace. Below its dispatch key, an op with a list of sizes fails an assertion
-    of torch's tracer, and leaves a state behind under which the next trace fails, too."""
-    if torch._C._get_tracing_state() is not None:
-        raise ArgumentError(
-            f"convolution{in_layer()}: torch.jit.trace cannot record a quantized weight ({w.spec}); use "
-            "torch.export.export or torch.compile, or trace the float model of dequantize_(model)"
-        )
-
-
 def run(x: Tensor, w: QT, bias: Tensor | None, *rest: Any) -> Tensor:
     """aten.convolution of quantize(x) with w in layout "cpu_conv"; ``rest`` are its arguments after the bias."""
-    refuse_tracing(w)
     case = case_of(w, x.dtype)
     if torch.compiler.is_compiling() or not in_memory(w._codes) or not in_memory(x):
         key = json.dumps({"tree": _flatten(w)[1], "weight": json.loads(static_json(w))})
