@@ -55,8 +55,8 @@ def refuse_jit_trace(op: str, w: Any) -> None:
     """
     if torch._C._get_tracing_state() is not None:
         raise ArgumentError(
-            f"{op}{in_layer()}: torch.jit.trace cannot record a quantized weight ({w.spec}); use torch.export.export or "
-            "torch.compile, or trace the float model of dequantize_(model)"
+            f"{op}{in_layer()}: torch.jit.trace cannot record a quantized weight ({w.spec}); use torch.export.export "
+            "or torch.compile, or trace the float model of dequantize_(model)"
         )
 
 

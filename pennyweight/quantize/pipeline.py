@@ -18,8 +18,8 @@ from ..algorithms import recipe as recipes
 from ..algorithms.calibration.batches import Batches, read
 from ..algorithms.calibration.journal import Journal
 from ..algorithms.calibration.loop import CollectedStatistics, parse_bytes
-from ..algorithms.looked_up import solve_in_model
 from ..algorithms.solve import Solved, solve, stages
+from ..algorithms.tied_weights import solve_in_model
 from ..core.arguments import ReturnedInPlaceOfModel, check_arguments, check_folder, did_you_mean
 from ..core.errors import ArgumentTypeError
 from ..core.progress import Callback, Progress, ignore, step

@@ -25,8 +25,8 @@ from ...planning.run_batch import run_batch
 from .. import recipe as recipes
 from ..calibration.batches import read
 from ..calibration.block_order import inference_mode
-from ..looked_up import solve_in_model
 from ..solve import stages
+from ..tied_weights import solve_in_model
 from ..tuners import losses
 from .budget import (
     Base,

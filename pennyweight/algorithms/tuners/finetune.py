@@ -22,11 +22,11 @@ from ...planning.report import Report, Row
 from ..base import Tuner
 from ..calibration.batches import Batches, held_out, read
 from ..calibration.loop import HELD_OUT, CalibrationLoop, CollectedStatistics
-from ..looked_up import Trial, add_lookups, divergences, lookup_ratio
 from ..solvers.gptq import inverse_cholesky, quantize_columns
 from ..solvers.qparam_grid import QParamGrid, expand_blocks
 from ..solvers.refinement import BestCandidate, refit_and_descend
 from ..solvers.rtn import output_error
+from ..tied_weights import Trial, add_lookups, divergences, lookup_ratio
 
 
 @check_arguments()
@@ -145,7 +145,7 @@ def _improve_looked_up(
     damping: float, model: nn.Module, batches: Sequence[Any],
 ) -> Row:  # fmt: skip
     """Of a weight that the model multiplies and looks up: for both, and kept if the outputs of the model get closer to
-    those with the float weight on held-out data (see :mod:`pennyweight.algorithms.looked_up`)."""
+    those with the float weight on held-out data (see :mod:`pennyweight.algorithms.tied_weights`)."""
     data, guard = held_out(Batches(batches), HELD_OUT)
     if not guard:
         return _row(where, w, None, None, "looked up too, and one sample leaves no held-out data; unchanged")

@@ -16,7 +16,7 @@ import pennyweight as pw
 from pennyweight.algorithms import ALGORITHMS, Rewrite
 from pennyweight.algorithms.calibration.input_hooks import InputHooks
 from pennyweight.algorithms.calibration.loop import CalibrationLoop
-from pennyweight.algorithms.looked_up import lookup_ratio
+from pennyweight.algorithms.tied_weights import lookup_ratio
 from pennyweight.planning.config_resolution import PlanError
 from tests.algorithms.tied_models import (
     VOCABULARY,
