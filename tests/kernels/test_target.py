@@ -141,7 +141,7 @@ def test_explain_does_not_depend_on_where_the_weight_is() -> None:
 def test_explain_on_the_cpu_is_that_without_a_device() -> None:
     w = quantized("int8")
     told = [pw.explain(torch.bfloat16, w, device=d) for d in (None, "cpu", torch.device("cpu"))]
-    assert len({[name for name, _, verdict in t.rows if verdict == "RUNS"][0] for t in told}) == 1
+    assert len({next(name for name, _, verdict in t.rows if verdict == "RUNS") for t in told}) == 1
 
 
 def test_a_model_is_explained_for_a_target() -> None:
