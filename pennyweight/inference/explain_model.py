@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -15,7 +15,7 @@ from ..core.errors import ArgumentTypeError
 from ..core.html_table import html_table
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels import table
-from ..kernels.table import Explanation, case_of, explain_case, op_of
+from ..kernels.table import Explanation, case_of, explain_case, moved, op_of
 from ..kernels.target import read_target
 from ..planning.parameters import Site, make_site, places
 from .fused_module import FusedModule
@@ -164,7 +164,7 @@ def _weight(where: list[Any], dtype: torch.dtype, target: str | None) -> LayerKe
         return LayerKernel(where[0].name, "", "", "not quantized") if isinstance(site, Site) and place.own else None
     op = site.op if isinstance(site, Site) else op_of(tensor.spec, tensor.stored_shape)
     case = case_of(tensor, dtype)
-    told = explain_case(op, case if target is None else replace(case, device=target), any_layout=target is not None)
+    told = explain_case(op, case if target is None else moved(case, target), any_layout=target is not None)
     verdicts = told.by_device()[0]
     chosen = next(i for i, (_, _, verdict) in enumerate(verdicts) if verdict == "RUNS")
     better = [f"{name}: {why}" for name, rank, why in verdicts[:chosen] if rank > verdicts[chosen][1]]
