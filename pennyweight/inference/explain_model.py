@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ..core import fallback
-from ..core.arguments import show
+from ..core.arguments import check_arguments, show
 from ..core.errors import ArgumentTypeError
 from ..core.html_table import html_table
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels import table
 from ..kernels.table import Explanation, case_of, explain_case, moved, op_of
-from ..kernels.target import read_target
+from ..kernels.target import check_target, read_target
 from ..planning.parameters import Site, make_site, places
 from .fused_module import FusedModule
 
@@ -83,6 +83,7 @@ class ModelExplanation:
 def explain(x: Any, w: Tensor, op: str = ..., *, device: Device = ...) -> Explanation: ...
 @overload
 def explain(x: Any, w: nn.Module, op: str = ..., *, device: Device = ...) -> ModelExplanation: ...
+@check_arguments(device=check_target)
 def explain(x: Any, w: Tensor | nn.Module, op: str = "", *, device: Device = None) -> Explanation | ModelExplanation:
     """What runs for a weight, a layer or a model, and why nothing faster does. Meant to be printed.
 
