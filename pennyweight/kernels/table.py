@@ -230,7 +230,8 @@ class Explanation:
         width = max((len(name) for name, _, _ in here), default=0)
         lines = [f"{self.op}: {self.case}"]
         lines += [f"  {name:<{width}}  rank {rank:>3}  {verdict}" for name, rank, verdict in here]
-        lines += [f"  for other devices: {', '.join(elsewhere)}"] if elsewhere else []
+        if elsewhere and self.case.device != "cpu":  # who asks about a CPU has no use for the names of GPU kernels
+            lines.append(f"  for other devices: {', '.join(elsewhere)}")
         if self.op in ("linear", "bmm"):
             kept = self.row_independent
             lines.append(
