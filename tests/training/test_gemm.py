@@ -344,7 +344,7 @@ def test_every_row_gives_the_products_of_values(a: str, b: str, k: int) -> None:
     if a == "int8":
         if gemm_table.select(gemm_table.case_of(one, two, torch.float32)).name == "torch._int_mm":
             rows["int_mm"] = gemm_table.int_mm
-    else:
+    elif torch.__version__ >= "2.12" or a == b == "tensor":  # torch 2.11 has no row scales on a CPU
         rows["scaled_mm"] = gemm_table.scaled_mm  # not chosen on a CPU; the same call as on a GPU, padding included
     for name, run in rows.items():
         y = run(one, two, torch.float32)
