@@ -1,0 +1,105 @@
+"""A device that is not there: invented times, and modules in place of the kernels. ``--dry`` runs the stages with them.
+
+The code of the harness runs as on a device: deadlines, partial files, the report. Results are marked "dry".
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from .timing import Call, Timing, summary
+
+SHRINK = 64  # sizes of matrices are divided by it
+
+
+class FakeTimer:
+    """As timing.DeviceTimer. Every call runs once on the CPU; its time comes from its name."""
+
+    l2 = 1 << 15
+
+    def synchronize(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+    def copies(self, nbytes: int) -> int:
+        return 2
+
+    def time(self, calls: Sequence[Call], samples: int = 7, sample_us: float = 0.0, check: bool = True) -> Timing:
+        calls[0]()
+        us = _invented(repr(getattr(calls[0], "args", "")[1:]))
+        return summary([us * (1 + 0.002 * i) for i in range(samples)], len(calls))
+
+    def launch(self, call: Call, count: int = 200) -> float:
+        call()
+        return 10.0
+
+    def events(self, call: Call, samples: int = 7, count: int = 5) -> Timing:
+        call()
+        return summary([10.0] * samples)
+
+
+def _invented(text: str) -> float:
+    """10 to 42 microseconds, the same for the same text."""
+    return 10.0 + hashlib.sha256(text.encode()).digest()[0] / 8
+
+
+@dataclass(frozen=True)
+class Tile:
+    bm: int
+    bn: int
+    w: int = 32
+    warps: int = 4
+    stages: int = 4
+    split: int = 1
+    before: bool = False
+
+
+class _Tiles:
+    Tile = Tile
+
+    @staticmethod
+    def candidates(target: str, bits: int, m: int) -> list[Tile]:
+        return [Tile(max(16, m), bn, stages=stages) for bn in (64, 128) for stages in (3, 4)]
+
+    @staticmethod
+    def choose(target: str, bits: int, m: int, n: int, k: int) -> Tile:
+        return Tile(16, 64)
+
+    @staticmethod
+    def size_of(n: int, k: int) -> str:
+        return "large" if n * k > 1 << 24 else "small"
+
+
+class _WeightOnly:
+    @staticmethod
+    def run_tile(x: Tensor, w: Any, bias: Tensor | None, tile: Tile) -> Tensor:
+        if tile == Tile(16, 128, stages=3):
+            raise ValueError("a dry run drops this candidate")
+        return F.linear(x, w.dequantize(), bias)
+
+
+class _SelfTest:
+    @staticmethod
+    def cases(full: bool) -> list[Any]:
+        return [SimpleNamespace(name=f"case {i}") for i in range(6 if full else 2)]
+
+    @staticmethod
+    def run(case: Any, device: Any) -> str | None:
+        return None
+
+
+KERNELS = SimpleNamespace(tiles=_Tiles, weight_only=_WeightOnly, self_test=_SelfTest)
+
+
+def compiled() -> dict[str, dict[str, Any]]:
+    """What stage "compile" would have found."""
+    return {f"kernel {asdict(tile)}": {"seconds": 0.5} for tile in _Tiles.candidates("", 4, 16)}
