@@ -175,7 +175,7 @@ def int4pack(ctx: Context) -> dict[str, Any]:
     return {"error_found": far} if far <= LIMITS["weights"] else {"error": f"the relative error is {far:.2e}"}
 
 
-# -- the whole path ------------------------------------------------------------------------------------------------------
+# -- the whole path ----------------------------------------------------------------------------------------------------
 
 
 def whole_path(ctx: Context, scheme: str) -> dict[str, Any]:

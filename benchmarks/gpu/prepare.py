@@ -1,7 +1,7 @@
 """Compiles kernels ahead into Triton's cache folder, without a device or beside one that measures.
 
-``pennyweight.kernels.triton.ahead.kernels(target)`` lists the jobs. The files have the names that a launch on the device
-looks up, if its Triton is the same release: keys hash Triton's own files.
+``pennyweight.kernels.triton.ahead.kernels(target)`` lists the jobs. The files have the names that a launch on the
+device looks up, if its Triton is the same release: keys hash Triton's own files.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ def _intx(bits: int) -> Callable[[], Any]:
 
         if bits > 1:
             return by_name(f"int{bits}", group_size=128)
-        return pw.IntxWeightOnlyConfig(weight_dtype="int1", granularity=pw.PerGroup(128))
+        return pw.UIntXWeightOnlyConfig(dtype="uint1", group_size=128)  # int1 alone has no positive number
 
     return config
 

@@ -5,6 +5,7 @@ Never touches clocks. Data are random. Outputs are poisoned with NaN before the 
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -124,6 +125,8 @@ class DeviceTimer:
         graph = torch.cuda.CUDAGraph()
         first = last = None
         self.synchronize()
+        collecting = gc.isenabled()
+        gc.disable()  # a graph that is freed during a capture invalidates it
         with torch.cuda.stream(self._stream):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
@@ -138,7 +141,11 @@ class DeviceTimer:
                 with suppress(RuntimeError):  # the capture is invalid: a consequence of what is raised
                     graph.capture_end()
                 raise
-            graph.capture_end()
+            else:
+                graph.capture_end()
+            finally:
+                if collecting:
+                    gc.enable()
         self.synchronize()
         return graph, (first, last)
 
