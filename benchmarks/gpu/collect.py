@@ -55,7 +55,7 @@ def check_in(folder: Path, root: Path = ROOT, allow_dry: bool = False) -> Collec
     refused = why_no_tiles(data, root)
     lines = [] if refused else tuned_lines(data, name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, data)
+    write_json(path, data, indent=1)
     if lines:
         write_tiles(root / TILES, lines)
     from .page import write_page

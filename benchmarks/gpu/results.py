@@ -18,7 +18,7 @@ from typing import Any
 VERSION = 1
 ROOT = Path(__file__).resolve().parents[2]
 FILE, CURRENT = "results.json", "current.json"
-_SHARE = 20  # at most 1/20 of the time goes into writing the file
+_CHEAP, _SHARE = 0.01, 20  # a file that takes longer than 10 ms to write gets 1/20 of the time
 
 
 class Results:
@@ -45,7 +45,7 @@ class Results:
 
     def record(self, stage: str, case: str, values: dict[str, Any]) -> None:
         self.stage(stage)["cases"][case] = values
-        if time.monotonic() - self._saved >= _SHARE * self._cost:
+        if self._cost < _CHEAP or time.monotonic() - self._saved >= _SHARE * self._cost:
             self.save()
 
     def save(self) -> None:
@@ -70,10 +70,10 @@ def read_current(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def write_json(path: Path, data: Any) -> None:
+def write_json(path: Path, data: Any, indent: int | None = None) -> None:
     """Write a file whole or not at all."""
     part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(plain(data), indent=1, allow_nan=False) + "\n", "utf-8")
+    part.write_text(json.dumps(plain(data), indent=indent, allow_nan=False) + "\n", "utf-8")
     os.replace(part, path)
 
 

@@ -93,7 +93,7 @@ def run(out: Path, args: argparse.Namespace, names: list[str]) -> int:
     results.save()
     text = report(results.data)
     (out / "report.txt").write_text(text, "utf-8")
-    print(text, flush=True)
+    print(text, end="", flush=True)
     (out / "current.json").unlink(missing_ok=True)
     return 0 if all(results.stage(name)["status"] == "done" for name in names) else 1
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from . import weights
 from .schemes import BITS
 from .stages import Case, Context
-from .timing import distance
+from .timing import Timing, distance
 
 HYSTERESIS = 1.02
 FINALISTS = 3
@@ -55,17 +55,18 @@ def tune(ctx: Context, bits: int, bucket: int, n: int, k: int) -> dict[str, Any]
     rough = _times(ctx, candidates, held, xs, dropped, samples=3, check=True)
     if not rough:
         return {"error": f"no candidate works: {dropped}"}
-    finalists = sorted(rough, key=rough.__getitem__)[:FINALISTS]
+    finalists = sorted(rough, key=lambda tile: rough[tile].us)[:FINALISTS]
     finalists += [shipped] if shipped in rough and shipped not in finalists else []
     final = _times(ctx, finalists, held, xs, dropped, samples=7, check=False) or rough
     ctx.timer.release()
-    best = min(final, key=final.__getitem__)
-    if shipped in final and final[shipped] < HYSTERESIS * final[best]:
+    best = min(final, key=lambda tile: final[tile].us)
+    if shipped in final and final[shipped].us < HYSTERESIS * final[best].us:
         best = shipped
     return {
         "bits": bits, "m": bucket, "n": n, "k": k, "family": "int", "size": size_name(tiles, n, k), "target": target,
-        "tile": as_dict(best), "us": final[best], "shipped": as_dict(shipped), "shipped_us": final.get(shipped),
-        "candidates": [{"tile": as_dict(t), "us": us} for t, us in sorted(rough.items(), key=lambda pair: pair[1])],
+        "tile": as_dict(best), **final[best].values(), "shipped": as_dict(shipped),
+        "shipped_us": final[shipped].us if shipped in final else None,
+        "candidates": [{"tile": as_dict(t), "us": rough[t].us} for t in sorted(rough, key=lambda tile: rough[tile].us)],
         "dropped": dropped, "complete": len(rough) + len(dropped) >= len(candidates),
     }  # fmt: skip
 
@@ -73,9 +74,9 @@ def tune(ctx: Context, bits: int, bucket: int, n: int, k: int) -> dict[str, Any]
 def _times(
     ctx: Context, candidates: Sequence[Any], held: Sequence[Any], xs: dict[int, Sequence[Any]], dropped: dict[str, str],
     samples: int, check: bool,
-) -> dict[Any, float]:  # fmt: skip
-    """Tile -> geometric mean of its microseconds over the rows; stops at the deadline."""
-    out: dict[Any, float] = {}
+) -> dict[Any, Timing]:  # fmt: skip
+    """Tile -> geometric mean of its microseconds over the rows, largest spread; stops at the deadline."""
+    out: dict[Any, Timing] = {}
     run = ctx.kernels.weight_only.run_tile
     expected = {m: F.linear(x[0], held[0].dequantize()) for m, x in xs.items()} if check else {}
     for tile in candidates:
@@ -89,8 +90,9 @@ def _times(
                     if not far <= _LIMIT:
                         raise ValueError(f"{m} rows: differs by {far:.2e} from the dequantized product")
                 calls = [partial(run, x, w, None, tile) for x, w in zip(rows, held, strict=True)]
-                times.append(ctx.timer.time(calls, samples=samples, check=check).us)
-            out[tile] = prod(times) ** (1 / len(times))
+                times.append(ctx.timer.time(calls, samples=samples, check=check))
+            middle = prod(timing.us for timing in times) ** (1 / len(times))
+            out[tile] = Timing(middle, max(timing.spread for timing in times), samples, len(held))
         except Exception as error:  # too much shared memory, a spill, wrong values: a result of this candidate
             dropped[str(as_dict(tile))] = f"{type(error).__name__}: {error}"[:300]
             ctx.timer.synchronize()  # raises where the context is lost, which ends the case
