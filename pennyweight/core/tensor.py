@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import blocks, codebook, quantize_backends, torchscript
+from . import blocks, codebook, device_hooks, quantize_backends, torchscript
 from .arguments import show
 from .call_site import copied_for_training, refuse_legacy_format
 from .errors import ArgumentError, ArgumentTypeError
@@ -76,6 +76,8 @@ class AffineQuantizedTensor(Tensor):
     act: ActivationSpec | None
     axes: tuple[int, ...] | None
     readonly: bool  # shares blocks with elements outside itself, so in-place ops must raise
+    # ops of the kernel table that read this tensor, where known: what it is packed for on another device. Not in files
+    readers: tuple[str, ...] | None = None
     _bound: dict[Any, Any]  # kernels selected for this tensor, by (op, dtype); its alias in autograd graphs
 
     @staticmethod
@@ -307,7 +309,10 @@ class AffineQuantizedTensor(Tensor):
             raise TypeError(f"with_() got {sorted(unknown)}; it takes {sorted(fields)} and {SLOTS}")
         fields.update(changes)
         fields["parts"] = fields["parts"]._replace(**slots)
-        return AffineQuantizedTensor(**fields)
+        new = AffineQuantizedTensor(**fields)
+        if self.readers is not None and len(fields["shape"]) == self.ndim:  # an expert alone has another reader
+            new.readers = self.readers
+        return new
 
     # -- size and storage --------------------------------------------------------------------------------------------
 
@@ -368,6 +373,8 @@ class AffineQuantizedTensor(Tensor):
                 torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
         for name in (*STORED, "spec", "act", "axes", "readonly"):
             setattr(self, name, getattr(value, name))
+        if value.readers is not None:
+            self.readers = value.readers
         self._bound = {}
 
     def in_graph(self) -> AffineQuantizedTensor:
@@ -645,7 +652,7 @@ def rebuild(
     """Unpickle; the only global that pickles of quantized tensors reference. Raises ValueError if the parts do not
     match the spec or hold invalid values: NaN, inf, negative scales that are not declared, invalid codes.
 
-    ``layout`` is the original layout; the tensor is repacked to it on this machine if its device supports it.
+    ``layout`` is the original layout; the tensor is repacked to it if its device supports it, else for its device.
     """
     refuse_legacy_format()
     data = json.loads(static)
@@ -670,9 +677,10 @@ def rebuild(
     )
     if _has_values(w):
         _check_values(w, bool(data.get("signed_scale", True)))  # earlier releases did not store this key
-    devices = get_layout(layout).devices
-    if devices is not None and w.device.type in devices:
-        w = w.to_layout(layout).requires_grad_(requires_grad)  # type: ignore[assignment]
+    if get_layout(layout).devices is not None and not w.is_meta:
+        here = device_hooks.reads_layout(layout, w.device)
+        w = w.to_layout(layout) if here else device_hooks.pack_on_arrival(w, layout)
+        w = w.requires_grad_(requires_grad)  # type: ignore[assignment]
     if is_param:
         w._is_param = True
     return w

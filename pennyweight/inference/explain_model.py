@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
@@ -16,8 +16,11 @@ from ..core.html_table import html_table
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels import table
 from ..kernels.table import Explanation, case_of, explain_case, op_of
+from ..kernels.target import read_target
 from ..planning.parameters import Site, make_site, places
 from .fused_module import FusedModule
+
+Device = torch.device | str | None
 
 
 @dataclass(frozen=True)
@@ -77,16 +80,18 @@ class ModelExplanation:
 
 
 @overload
-def explain(x: Any, w: Tensor, op: str = ...) -> Explanation: ...
+def explain(x: Any, w: Tensor, op: str = ..., *, device: Device = ...) -> Explanation: ...
 @overload
-def explain(x: Any, w: nn.Module, op: str = ...) -> ModelExplanation: ...
-def explain(x: Any, w: Tensor | nn.Module, op: str = "") -> Explanation | ModelExplanation:
+def explain(x: Any, w: nn.Module, op: str = ..., *, device: Device = ...) -> ModelExplanation: ...
+def explain(x: Any, w: Tensor | nn.Module, op: str = "", *, device: Device = None) -> Explanation | ModelExplanation:
     """What runs for a weight, a layer or a model, and why nothing faster does. Meant to be printed.
 
     x   the input, or its dtype
     w   a quantized weight: every kernel for it, with RUNS or the reason why it is rejected. A module: a row for each
         fused block or net and each weight, with the kernel that runs in it
     op  of a weight; default: what its shape and blocks are made for, "linear" for a matrix
+    device  a device, or a target that this machine need not have ("cuda:sm_90", "hip:gfx942"): as if the weights were
+            moved there, where they are packed on arrival. Default: where they are
 
     >>> import torch, pennyweight as pw
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.LayerNorm(8))
@@ -105,9 +110,14 @@ def explain(x: Any, w: Tensor | nn.Module, op: str = "") -> Explanation | ModelE
         remedy = "; quantize the model first: pw.quantize_(model, config)" if isinstance(w, Tensor) else ""
         raise ArgumentTypeError(f"explain: w must be a quantized weight or a model, got {show(w)}{remedy}")
     if not isinstance(w, nn.Module):
-        return table.explain(x, w, op)
+        return table.explain(x, w, op, device=device)
     dtype = x if isinstance(x, torch.dtype) else x.dtype
-    fused: dict[str, Any] = {name: module for name, module in w.named_modules() if isinstance(module, FusedModule)}
+    target = None if device is None else read_target(device)
+    fused: dict[str, Any] = {
+        name: module
+        for name, module in w.named_modules()
+        if isinstance(module, FusedModule) and target in (None, "cpu")  # nothing is fused on other devices
+    }
     inside = {f"{name}.{own}".lstrip("."): name for name, m in fused.items() for own in m.fused_kind.weights(m)}
     rows: list[LayerKernel] = []
     told: set[str] = set()
@@ -116,7 +126,7 @@ def explain(x: Any, w: Tensor | nn.Module, op: str = "") -> Explanation | ModelE
         if around is not None and around not in told:
             told.add(around)
             rows.append(_fused(around, fused[around]))
-        row = _weight(where, dtype)
+        row = _weight(where, dtype, target)
         if row is not None:
             own = next((p.name for p in where if p.name in inside), None)
             rows.append(row if own is None else _inside(row, inside[own], fused[inside[own]]))
@@ -146,16 +156,18 @@ def _inside(row: LayerKernel, name: str, module: Any) -> LayerKernel:
     return LayerKernel(row.name, row.op, module.fused_kind.kernel, note)
 
 
-def _weight(where: list[Any], dtype: torch.dtype) -> LayerKernel | None:
-    """The row of a parameter; None for vectors and others that are never quantized."""
+def _weight(where: list[Any], dtype: torch.dtype, target: str | None) -> LayerKernel | None:
+    """The row of a parameter, on ``target`` if given; None for vectors and others that are never quantized."""
     tensor, place = where[0].get(), next((p for p in where if p.own), where[0])
     site = make_site(place, tensor, named=isinstance(tensor, AffineQuantizedTensor))
     if not isinstance(tensor, AffineQuantizedTensor):
         return LayerKernel(where[0].name, "", "", "not quantized") if isinstance(site, Site) and place.own else None
     op = site.op if isinstance(site, Site) else op_of(tensor.spec, tensor.stored_shape)
-    told = explain_case(op, case_of(tensor, dtype))
-    chosen = next(i for i, (_, _, verdict) in enumerate(told.rows) if verdict == "RUNS")
-    better = [f"{name}: {why}" for name, rank, why in told.rows[:chosen] if rank > told.rows[chosen][1]]
-    name, rank, _ = told.rows[chosen]
+    case = case_of(tensor, dtype)
+    told = explain_case(op, case if target is None else replace(case, device=target), any_layout=target is not None)
+    verdicts = told.by_device()[0]
+    chosen = next(i for i, (_, _, verdict) in enumerate(verdicts) if verdict == "RUNS")
+    better = [f"{name}: {why}" for name, rank, why in verdicts[:chosen] if rank > verdicts[chosen][1]]
+    name, rank, _ = verdicts[chosen]
     dequantizes = ["dequantizes the weight at each call"] if rank < 0 else []
     return LayerKernel(where[0].name, op, name, "; ".join([*dequantizes, *(better if rank < 0 else [])]))

@@ -28,6 +28,7 @@ from ..io.state_dict import build, flatten, slots_of
 from ..io.validate import check_data
 from ..kernels.repack import choose_layout, prepare
 from ..kernels.table import Case
+from ..kernels.target import target_of
 from ..planning.config_resolution import Choice, PlanError, skips
 from ..planning.configs import AOBaseConfig
 from ..planning.parameters import Place, places
@@ -133,7 +134,7 @@ class PennyweightQuantizer(HfQuantizer):
         assert row.scheme is not None
         x = x.to(row.site.dtype)
         if x.device.type != "cpu":  # was planned on the meta device, for the CPU
-            case = Case(row.scheme.weight, row.scheme.act, row.site.shape, x.dtype, x.device.type)
+            case = Case(row.scheme.weight, row.scheme.act, row.site.shape, x.dtype, target_of(x.device))
             row.layout = choose_layout(case, row.ops)[1]
         row.tensor = x
         try:

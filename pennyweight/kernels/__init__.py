@@ -1,6 +1,6 @@
 """The kernel table and its rows. Each file defines one family of kernels, the layout it reads, and when it applies."""
 
-from . import convolution, embedding, linear, ops, recurrent, reference, repack, torch_int4, torch_int8
+from . import convolution, embedding, gate_gpu, linear, ops, recurrent, reference, repack, torch_int4, torch_int8
 from .cpu import conv as cpu_conv
 from .cpu import conv_transposed as cpu_conv_transposed
 from .cpu import convert as cpu_convert
@@ -25,6 +25,7 @@ __all__ = [
     "embedding",
     "explain",
     "explain_case",
+    "gate_gpu",
     "get_kernel",
     "kernels",
     "linear",

@@ -23,7 +23,8 @@ from ..core.errors import ArgumentError
 from ..core.tensor import FUNCTIONS, AffineQuantizedTensor, foreign, implements
 from ..core.tracing import in_memory, is_observed
 from .activation import autocast_dtype
-from .linear_op import checked_kernel, traced_linear, unreadable, untraced
+from .gate_gpu import on_device
+from .linear_op import checked_kernel, traced_linear, unreadable, untraced, warn_dequantizes
 from .table import case_of, reorders, select
 
 QT = AffineQuantizedTensor
@@ -56,12 +57,13 @@ def bind(w: QT, dtype: torch.dtype) -> Bound:
     """Select the kernel for this weight and input dtype, and cache it on the weight."""
     case = case_of(w, dtype)
     kernel = select("linear", case)
+    warn_dequantizes(kernel, case)
     if kernel.bind is None:
         inner = w.with_(perm=None) if reorders(kernel, case) else None
-        bound: Bound = (w.shape[-1], checked_kernel(kernel, case, inner), None)
+        bound: Bound = (w.shape[-1], checked_kernel(kernel, case, w.device, inner), None)
     else:
         run, operand = kernel.bind(replace(case, perm=False) if case.perm else case)
-        bound = (w.shape[-1], run, operand(w.parts))
+        bound = (w.shape[-1], on_device(run, w.device), operand(w.parts))
     w._bound[dtype] = bound
     return bound
 

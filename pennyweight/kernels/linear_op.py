@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -24,8 +25,10 @@ from ..core.numerics import Parts
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
 from ..core.tensor import SLOTS, AffineQuantizedTensor, static_json
 from ..core.tracing import is_observed
+from .gate_gpu import on_device
 from .table import Bound as BoundKernel
 from .table import Case, Kernel, case_of, get_kernel, reorders, select
+from .target import target_of
 
 QT = AffineQuantizedTensor
 LIBRARY = torch.library.Library("pennyweight", "DEF")
@@ -51,18 +54,19 @@ def _paused_trace() -> Iterator[None]:
 
 
 def checked_kernel(
-    kernel: Kernel, case: Case, inner: QT | None = None
+    kernel: Kernel, case: Case, device: torch.device, inner: QT | None = None
 ) -> Callable[[Tensor, Any, Tensor | None], Tensor | None]:
     """Wrap a kernel that uses torch ops: adds the checks that native kernels do themselves (kernels/gate.py), and
     permutes the input if the weight has a ``perm``.
 
-    inner  the weight without ``perm``, if it is the same at each call
+    device  of the weight, with its index
+    inner   the weight without ``perm``, if it is the same at each call
     """
-    (n, k), device, order, run = case.shape, case.device, reorders(kernel, case), kernel.run
+    (n, k), order, run = case.shape, reorders(kernel, case), on_device(kernel.run, device)
 
     def checked(x: Tensor, w: Any, bias: Tensor | None) -> Tensor | None:
         if (
-            is_observed(x, bias) or x.layout is not torch.strided or x.device.type != device or x.shape[-1:] != (k,)
+            is_observed(x, bias) or x.layout is not torch.strided or x.device != device or x.shape[-1:] != (k,)
             or (bias is not None and (tuple(bias.shape) != (n,) or not bias.is_floating_point()))
             or (bias is not None and bias.device != x.device)
         ):  # fmt: skip
@@ -72,6 +76,26 @@ def checked_kernel(
         return run(x.index_select(-1, w.perm), w.with_(perm=None) if inner is None else inner, bias)
 
     return checked
+
+
+_WARNED: set[str] = set()  # ops that were warned about in this process
+
+
+def warn_dequantizes(kernel: Kernel, case: Case) -> None:
+    """Warn, once in a process, that a device other than a CPU has no kernel for a weight.
+
+    On a CPU ``plan`` and the report name the kernel; a weight that was moved has no report.
+    """
+    if kernel.rank >= 0 or case.device in ("cpu", "meta") or kernel.op in _WARNED:
+        return
+    _WARNED.add(kernel.op)
+    warnings.warn(
+        f"{kernel.op}{in_layer()}: no kernel for {case}; the weight is dequantized at each call, which takes more "
+        "memory and time than a float layer (further weights do not warn). pennyweight.explain(x, weight) tells why; "
+        "pennyweight.plan(model, config, device=...) names the kernel of each layer in advance",
+        UserWarning,
+        stacklevel=4,
+    )
 
 
 def unreadable(x: Tensor, w: QT, bias: Tensor | None) -> ArgumentError:
@@ -125,12 +149,16 @@ def _parse_key(key: str) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=65536)
 def _bound_to(
-    key: str, dtype: torch.dtype, device: str
+    key: str, dtype: torch.dtype, device: torch.device
 ) -> tuple[BoundKernel | Callable[..., Tensor | None], dict[str, Any]]:
     """The kernel of a key for an input dtype, and the tree of its parts."""
     kernel, tree, spec, shape, _, act = _parse_key(key)
-    case = Case(spec, act, shape, dtype, device, "perm" in tree)
-    return (checked_kernel(kernel, case) if kernel.bind is None else kernel.bind(replace(case, perm=False))), tree
+    case = Case(spec, act, shape, dtype, target_of(device), "perm" in tree)
+    warn_dequantizes(kernel, case)
+    if kernel.bind is None:
+        return checked_kernel(kernel, case, device), tree
+    bound = kernel.bind(replace(case, perm=False))
+    return bound._replace(run=on_device(bound.run, device)), tree
 
 
 def _weight(key: str, parts: list[Tensor]) -> tuple[Any, QT]:
@@ -139,7 +167,9 @@ def _weight(key: str, parts: list[Tensor]) -> tuple[Any, QT]:
 
 
 def _linear_op(x: Tensor, parts: list[Tensor], bias: Tensor | None, key: str) -> Tensor:
-    bound, tree = _bound_to(key, x.dtype, x.device.type)
+    if parts[0].device != x.device:
+        raise unreadable(x, _weight(key, parts)[1], bias)
+    bound, tree = _bound_to(key, x.dtype, x.device)
     if type(x) is not Tensor or x.is_neg():
         x = x.as_subclass(Tensor).resolve_neg().contiguous()
     if isinstance(bound, BoundKernel):

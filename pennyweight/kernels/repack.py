@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import torch
 
+from ..core import device_hooks
 from ..core.layouts import READABLE, compact_layout, get_layout
 from ..core.tensor import AffineQuantizedTensor
-from .table import Case, Kernel, case_of, select
+from .table import Case, Kernel, case_of, kernels, select
+from .target import fits, target_of
 
 
 def choose_layout(case: Case, ops: tuple[str, ...] = ("linear",)) -> tuple[Kernel, str]:
@@ -26,9 +28,7 @@ def choose_layout(case: Case, ops: tuple[str, ...] = ("linear",)) -> tuple[Kerne
     for layout in dict.fromkeys(w for w in wanted if w is not None):
         devices = get_layout(layout).devices
         chosen = kernels_in(layout)
-        if (devices is None or case.device in devices) and all(
-            k.layout == layout or layout in READABLE for k in chosen
-        ):
+        if fits(devices, case.device) and all(k.layout == layout or layout in READABLE for k in chosen):
             return chosen[0], layout
     layout = compact_layout(case.spec, case.shape)
     return kernels_in(layout)[0], layout
@@ -38,9 +38,27 @@ def prepare(
     w: AffineQuantizedTensor, ops: tuple[str, ...] = ("linear",), dtype: torch.dtype | None = None
 ) -> AffineQuantizedTensor:
     """w in the layout of the kernel that will run ``ops``, with the same values. dtype: of the input, default w's."""
-    return w.to_layout(choose_layout(case_of(w, dtype), ops)[1])
+    packed = w.to_layout(choose_layout(case_of(w, dtype), ops)[1])
+    packed.readers = ops
+    return packed
 
 
 def pack_for_kernel(w: AffineQuantizedTensor) -> AffineQuantizedTensor:
     """A shard packed for the kernel of its own shape, which may differ from that of the whole weight."""
     return prepare(w, ("bmm" if w.ndim == 3 else "linear",))
+
+
+def _ops_of(layout: str) -> tuple[str, ...]:
+    """The op that a tensor in a kernel's layout was packed for: "linear" where several read it."""
+    ops = {k.op for k in kernels() if k.layout == layout}
+    return ("linear",) if "linear" in ops else tuple(sorted(ops))[:1]
+
+
+def _pack_moved(w: AffineQuantizedTensor, before: str | None) -> AffineQuantizedTensor:
+    """w, just moved, in the layout of the kernel of its device. It stays portable if nothing tells what reads it: a
+    matrix in a portable layout may be that of an embedding, which a layout for products would unpack at each lookup."""
+    ops = w.readers or (() if before is None else _ops_of(before))
+    return prepare(w, ops) if ops else w
+
+
+device_hooks.register(lambda devices, device: fits(devices, target_of(device)), _pack_moved)

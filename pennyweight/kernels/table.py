@@ -6,7 +6,7 @@ Selection is a pure function of static data.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from ..core.arguments import did_you_mean
 from ..core.errors import ArgumentError
 from ..core.spec import ActivationSpec, QuantSpec
 from ..core.tensor import AffineQuantizedTensor
+from .target import device_type, fits, read_target, target_of
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Case:
     spec    the weight's spec, with its current layout; "plain" while planning
     shape   stored shape of the weight, contracted axis last
     dtype   dtype of the input and output
+    device  what it runs on: "cpu", "cuda:sm_90", see target.py
     perm    whether the contracted axis is permuted. Kernels do not handle this: the caller permutes the input (or for
             an embedding, the result)
     """
@@ -82,6 +84,7 @@ class Kernel:
     run        (x, weight, bias) -> y for op "linear"; see kernels/ops.py for the other ops
     layout     layout its weight must be in; None: any
     accepts    case -> True, or the reason for rejecting it
+    devices    targets: "cuda", "cuda:sm_90", "cuda:sm_89+", see :func:`pennyweight.kernels.target.fits`; None: any
     rank       higher wins; -1 dequantizes and computes, and is counted when it runs
     tolerance  how close to the reference: "exact"; "float32", "bfloat16": the relative error of that arithmetic;
                "fixed22": float32, with inputs rounded to 2**-22 of the largest magnitude of their token (convolutions:
@@ -107,7 +110,7 @@ class Kernel:
 
     def refuses(self, case: Case, *, any_layout: bool = False) -> str | None:
         """The reason for rejecting the case, or None."""
-        if self.devices is not None and case.device not in self.devices:
+        if self.devices is not None and not fits(self.devices, case.device):
             return f"runs on {', '.join(self.devices)} only, the weight is on {case.device}"
         if case.perm and self.rank >= 0:  # kernels that dequantize undo perm anyway
             verdict = _takes_reordered(self.op, case)
@@ -186,7 +189,7 @@ def select(op: str, case: Case, *, any_layout: bool = False) -> Kernel:
 def case_of(w: AffineQuantizedTensor, dtype: torch.dtype | None = None) -> Case:
     """The case of a weight. Symbolic sizes of a trace become numbers, because a weight's sizes are static."""
     shape = tuple(int(n) for n in w.stored_shape)
-    return Case(w.spec, w.act, shape, dtype or w.dtype, w.device.type, w._perm is not None)
+    return Case(w.spec, w.act, shape, dtype or w.dtype, target_of(w.device), w._perm is not None)
 
 
 @dataclass(frozen=True, repr=False)
@@ -202,19 +205,27 @@ class Explanation:
         runs = next((name for name, _, verdict in self.rows if verdict == "RUNS"), "nothing")
         return f"<Explanation: {runs} runs {self.op}: {self.case}>"
 
+    def by_device(self) -> tuple[list[tuple[str, int, str]], list[str]]:
+        """The rows of kernels for the device of the case, and the names of those for other types of devices only."""
+        kind = device_type(self.case.device)
+        others = [name for name, _, _ in self.rows if not _on(kind, get_kernel(self.op, name).devices)]
+        return [row for row in self.rows if row[0] not in others], others
+
     def _repr_html_(self) -> str:
         from ..core.html_table import html_table
 
-        rows = [[name, str(rank), verdict] for name, rank, verdict in self.rows]
+        rows = [[name, str(rank), verdict] for name, rank, verdict in self.by_device()[0]]
         runs = next((i for i, row in enumerate(rows) if row[2] == "RUNS"), None)
         note = str(self).splitlines()[1 + len(rows) :]
         title = f"{self.op}: {self.case}"
         return html_table(("kernel", "rank", "verdict"), rows, title=title, notes=note, right=("rank",), bold=runs)
 
     def __str__(self) -> str:
-        width = max((len(name) for name, _, _ in self.rows), default=0)
+        here, elsewhere = self.by_device()
+        width = max((len(name) for name, _, _ in here), default=0)
         lines = [f"{self.op}: {self.case}"]
-        lines += [f"  {name:<{width}}  rank {rank:>3}  {verdict}" for name, rank, verdict in self.rows]
+        lines += [f"  {name:<{width}}  rank {rank:>3}  {verdict}" for name, rank, verdict in here]
+        lines += [f"  for other devices: {', '.join(elsewhere)}"] if elsewhere else []
         if self.op in ("linear", "bmm"):
             kept = self.row_independent
             lines.append(
@@ -223,6 +234,11 @@ class Explanation:
                 else f"  a row of the output may change with the batch and the threads: {kept}"
             )
         return "\n".join(lines)
+
+
+def _on(kind: str, devices: Sequence[str] | None) -> bool:
+    """Whether any of these targets is a device of that type."""
+    return devices is None or kind in map(device_type, devices)
 
 
 def op_of(spec: QuantSpec, shape: Sequence[int]) -> str:
@@ -240,16 +256,23 @@ def op_of(spec: QuantSpec, shape: Sequence[int]) -> str:
     return "bmm" if len(shape) == 3 and len(block) < 2 else "convolution"
 
 
-def explain(x: Any, w: AffineQuantizedTensor, op: str = "") -> Explanation:
+def explain(x: Any, w: AffineQuantizedTensor, op: str = "", *, device: torch.device | str | None = None) -> Explanation:
     """Which kernel runs ``op(x, w)``, and why each better one is rejected.
 
-    x: the input, or its dtype. op: default: :func:`op_of`. Raises ValueError for an op without kernels.
+    x       the input, or its dtype
+    op      default: :func:`op_of`
+    device  a device, or a target such as "cuda:sm_90" that this machine need not have: as if the weight were moved
+            there, where it would be packed on arrival. Default: where it is, in the layout that it has
+
+    Raises ValueError for an op without kernels, ArgumentError for a wrong device.
     """
     case = case_of(w, x if isinstance(x, torch.dtype) else x.dtype)
+    if device is not None:
+        case = replace(case, device=read_target(device))
     op = op or op_of(w.spec, case.shape)
     if op not in _TABLE:
         raise ValueError(f"no kernels for op {op!r}{did_you_mean(op, _TABLE)}; known: {', '.join(_TABLE)}")
-    return explain_case(op, case)
+    return explain_case(op, case, any_layout=device is not None)
 
 
 def explain_case(op: str, case: Case, *, any_layout: bool = False) -> Explanation:

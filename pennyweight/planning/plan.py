@@ -18,6 +18,7 @@ from ..core.tensor import AffineQuantizedTensor, check_finite
 from ..distributed.dtensor import local_tensor
 from ..kernels.repack import choose_layout
 from ..kernels.table import Case, case_of, get_kernel, select
+from ..kernels.target import check_target, read_target, target_of
 from .config_resolution import EMBEDDINGS, Choice, Filter, Left, PlanError, Rules, Skip, resolve_arguments, rules, skips
 from .configs import AOBaseConfig, FqnToConfig
 from .module_handlers import HANDLERS, PREVIEWS, Handler, module_nbytes, run_handler, takes_parameter_name
@@ -131,7 +132,7 @@ class Plan(ReturnedInPlaceOfModel):
         return self._planned()._repr_html_()
 
 
-@check_arguments()
+@check_arguments(device=check_target)
 def plan(
     model: nn.Module,
     config: AOBaseConfig | str,
@@ -149,6 +150,8 @@ def plan(
     skip       modules and parameters to leave alone: names, ends of names ("lm_head"), globs; or a function, see
                :func:`pennyweight.planning.config_resolution.skips`
     handlers   default: the registered ones
+    device     where the weights will lie: kernels and bytes are those of this device, or of a target that this machine
+               need not have ("cuda:sm_90", "hip:gfx942"). Default: where they are
 
     Works on the meta device. Raises PlanError if the plan quantizes nothing, a key or an entry of ``skip`` matches
     nothing, the config does not fit a layer, or the model is frozen.
@@ -165,7 +168,7 @@ def plan(
     if on_indivisible not in ON_INDIVISIBLE:
         guess = did_you_mean(on_indivisible, ON_INDIVISIBLE, 1)
         raise PlanError(f"on_indivisible must be one of {', '.join(ON_INDIVISIBLE)}, got {on_indivisible!r}{guess}")
-    if device is not None and torch.device(device).type == "meta":
+    if device is not None and str(device).partition(":")[0] == "meta":
         raise PlanError("device='meta' would discard the weights; leave device out")
     fixed = [(name, module.plan_error) for name, module in model.named_modules() if hasattr(module, "plan_error")]
     if fixed:
@@ -276,11 +279,11 @@ def _decide(row: PlanRow, config: AOBaseConfig, on_indivisible: str, device: Any
         row.already = _has_scheme(part, scheme)
         row.again = not row.already
         notes.append("already quantized" if row.already else f"was {part.spec.with_(layout='plain')}, requantized")
-    if row.already and isinstance(part, AffineQuantizedTensor):
+    if row.already and isinstance(part, AffineQuantizedTensor) and device is None:
         row.layout, row.kernel = part.spec.layout, select(row.ops[0], case_of(part)).name
     else:
-        kind = site.device if device is None else torch.device(device).type
-        case = Case(scheme.weight, scheme.act, site.shape, site.dtype, "cpu" if kind == "meta" else kind)
+        target = target_of(site.device) if device is None else read_target(device)
+        case = Case(scheme.weight, scheme.act, site.shape, site.dtype, "cpu" if target == "meta" else target)
         kernel, row.layout = choose_layout(case, row.ops)
         row.kernel, row.bytes_after = kernel.name, scheme.nbytes(site.shape, row.layout)
         notes += _larger(row, scheme)

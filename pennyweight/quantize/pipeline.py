@@ -328,6 +328,7 @@ class Pipeline:
         w, out.error = solved.weight, solved.error
         out.sqnr, out.bytes_after = (None if w.is_meta else solved.sqnr), w.nbytes
         _note(out, solved.note, "on the meta device, without values" if w.is_meta else "")
+        w.readers = row.ops
         value = nn.Parameter(distribute_like(w, row.tensor), requires_grad=False)
         for place in row.places:
             place.set(value)

@@ -31,6 +31,7 @@ ADDRESSES = {
     "kernels/gate_block.py": "gives them to native code, checked",
     "kernels/gate_attention.py": "gives them to native code, checked",
     "kernels/torch_int8.py": "alignment, which torch's own kernel needs",
+    "kernels/gate_gpu.py": "alignment, which GPU kernels need",
     "quantize/rollback.py": "identity", "core/ops/inplace.py": "identity", "core/storage.py": "refuses",
     "integrations/diffusers.py": "identity", "core/ops/view.py": "identity",
     "distributed/collectives.py": "identity",

@@ -15,6 +15,7 @@ from ...core.tensor import AffineQuantizedTensor
 from ...distributed import all_reduce
 from ...kernels.repack import choose_layout
 from ...kernels.table import Case
+from ...kernels.target import target_of
 from ...planning.parameters import Place, Site, make_site, places
 from ...planning.run_batch import run_batch, token_mask
 from ...planning.scheme import Scheme
@@ -188,5 +189,5 @@ class HeldOutCheck:
 
 def _layout(site: Site, scheme: Scheme) -> str:
     """Layout of the kernel that will run the weight, so that the measurement matches deployment."""
-    case = Case(scheme.weight, scheme.act, site.shape, site.dtype, site.device)
+    case = Case(scheme.weight, scheme.act, site.shape, site.dtype, target_of(site.device))
     return choose_layout(case, (site.op,))[1]

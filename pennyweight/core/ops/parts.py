@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing as _view
 
-from .. import blocks
+from .. import blocks, device_hooks
 from ..layouts import READABLE, get_layout, portable_layout
 from ..spec import DTYPES
 from ..tensor import FUNCTIONS, AffineQuantizedTensor, each_part, implements
@@ -127,13 +127,23 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
     dtype = kwargs.get("dtype") or w.dtype
     if dtype not in DTYPES.values():
         return NotImplemented
-    device = torch.device(kwargs.get("device") or w.device)
-    devices = get_layout(w.spec.layout).devices
-    if devices is not None and device.type not in (*devices, "meta"):  # this packing is specific to a device
+    device, before = torch.device(kwargs.get("device") or w.device), w.spec.layout
+    if device.type != "meta" and not device_hooks.reads_layout(before, device):  # packed for another device
         w = w.to_layout(portable_layout(w.spec))
-    non_blocking = bool(kwargs.get("non_blocking"))
+    repacked = _moves(w, device) and (w.readers is not None or get_layout(before).devices is not None)
+    # packing on a CPU reads what has arrived, which a copy that is still under way has not
+    non_blocking = bool(kwargs.get("non_blocking")) and not (repacked and device.type == "cpu")
     out = map_parts(w, lambda p: p.to(device, copy=True, non_blocking=non_blocking), dtype=dtype, readonly=False)
+    if repacked:
+        out = device_hooks.pack_on_arrival(out, before)
     return out.pin_memory() if kwargs.get("pin_memory") else out
+
+
+def _moves(w: QT, device: torch.device) -> bool:
+    """Whether a copy to ``device`` moves values to another one. Without an index it is the current one of its type."""
+    if device.type == "meta" or w.is_meta:
+        return False
+    return device.type != w.device.type or device.index not in (None, w.device.index)
 
 
 @implements(aten._pin_memory.default)

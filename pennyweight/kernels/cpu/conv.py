@@ -30,6 +30,7 @@ from ...core.tracing import in_memory
 from .. import gate, gate_conv
 from ..linear_op import LIBRARY, _flatten, _nest
 from ..table import Case, Kernel, case_of, register_kernel
+from ..target import target_of
 from .int_linear import describe as describe_linear
 from .int_linear import map_groups, padded_columns, tile_rows, untile_rows
 from .library import FLOAT, KINDS, NONE, Conv, usable
@@ -280,7 +281,7 @@ def _op(
     groups: int, key: str,
 ) -> Tensor:  # fmt: skip
     tree, spec, act, shape = _parse_key(key)
-    case = Case(spec, act, shape, x.dtype, x.device.type)
+    case = Case(spec, act, shape, x.dtype, target_of(x.device))
     rest = (stride, padding, dilation, False, [0] * len(stride), groups)
     return _call(x, _nest(tree, list(parts)), case, bias, rest)
 

@@ -13,6 +13,7 @@ from ...core.formats import INT8, Format
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...distributed.dtensor import local_tensor
+from ...kernels.target import target_of
 from ...planning.configs.base import AnyDtype, AOBaseConfig, as_format
 from ...planning.module_handlers import register_quantize_module_handler
 from .gemm_table import Case, select
@@ -152,7 +153,7 @@ def _can_convert(module: nn.Module, config: LowPrecisionTrainingConfig) -> tuple
     a, b = how.output.a, how.output.b
     if isinstance(a, Operand) and isinstance(b, Operand):
         w = module.weight
-        case = Case(a.spec, b.spec, (LEAST, *w.shape), w.dtype, "cpu" if w.is_meta else w.device.type)
+        case = Case(a.spec, b.spec, (LEAST, *w.shape), w.dtype, "cpu" if w.is_meta else target_of(w.device))
         notes.append(f"{how.name}, by {select(case).name}")
     else:
         notes.append(how.name)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ...core.formats import E4M3, E5M2
 from ...core.numerics import Parts, dequantize
 from ...core.spec import QuantSpec
+from ...kernels.target import target_of
 from ...kernels.torch_int8 import int_mm_saturates
 
 
@@ -50,7 +51,7 @@ class Case:
     b: QuantSpec
     shape: tuple[int, int, int]
     dtype: torch.dtype
-    device: str
+    device: str  # what it runs on: "cpu", "cuda:sm_90", see kernels/target.py
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ PRODUCTS = (
 def case_of(a: QuantizedOperand, b: QuantizedOperand, dtype: torch.dtype) -> Case:
     """The case of two operands."""
     shape = (a.shape[0], b.shape[0], a.shape[1])
-    return Case(a.spec, b.spec, shape, dtype, a.parts.codes.device.type)
+    return Case(a.spec, b.spec, shape, dtype, target_of(a.parts.codes.device))
 
 
 def select(case: Case) -> Product:
