@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from pennyweight.kernels.triton.timing import Timing
+
 from . import tune, weights
 from .peers import PEERS, Peer
 from .schemes import BITS, GOALS, Goal
 from .stages import Case, Context
-from .timing import Timing
 
 _LAUNCH = (("int4", 1, 4096, 4096), ("int8", 1, 4096, 4096), ("float8-dynamic", 16, 4096, 4096))
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pennyweight.kernels.triton.timing import distance
+
 from . import weights
 from .schemes import SCHEMES
 from .stages import Case, Context
-from .timing import distance
 
 ROWS = (1, 5, 16, 33, 130)
 # Relative error of a product whose output, and whose input in dynamic schemes, is rounded; against the same weight

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from .timing import Call, Timing, summary
+from pennyweight.kernels.triton.timing import Call, Timing, summary
 
 # For tests: "crash:CASE" ends the process in a conformance case, "hang:CASE" stops there, other text fails it
 TROUBLE = "PENNYWEIGHT_GPU_DRY"

@@ -34,7 +34,7 @@ def context(folder: Path, dry: bool) -> Context:
         return Context(results, "cpu", stand_in.FakeTimer(), stand_in.KERNELS, dry=True, shrink=stand_in.SHRINK)
     import torch
 
-    from .timing import DeviceTimer
+    from pennyweight.kernels.triton.timing import DeviceTimer
 
     torch.manual_seed(int.from_bytes(results.data["started"].encode(), "little") % 2**31)  # fresh in each run
     found = {}

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import collect, ncu, page, report, run, stages, timing
+from benchmarks.gpu import collect, ncu, page, report, run, stages
 from benchmarks.gpu.dry import TROUBLE
 from benchmarks.gpu.results import KERNELS, ROOT, Results, commit_of, digest, read, write_json
+from pennyweight.kernels.triton import timing
 
 SCRIPT = ROOT / "scripts" / "gpu"
 
