@@ -8,6 +8,7 @@ from .cpu import embedding as cpu_embedding
 from .cpu import experts as cpu_experts
 from .cpu import float_linear as cpu_float_linear
 from .cpu import int_linear as cpu_int_linear
+from .triton import weight_only as triton_weight_only
 from .table import Case, Explanation, Kernel, explain, explain_case, get_kernel, kernels, register_kernel, select
 
 __all__ = [
@@ -37,4 +38,5 @@ __all__ = [
     "select",
     "torch_int4",
     "torch_int8",
+    "triton_weight_only",
 ]  # fmt: skip

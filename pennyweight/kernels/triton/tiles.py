@@ -1,0 +1,179 @@
+"""Tile sizes of the weight-only kernel: measured lines (tiles.json), and a rule for what was not measured.
+
+A line of tiles.json names the results file of ``scripts/gpu`` that it was measured in. ``pennyweight doctor --device
+cuda --tune`` writes lines for the user's own device into the cache folder; they come before the shipped ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ...core.cache_folder import cache_folder
+from ..target import capability
+from .codes import Decoding
+from .layout import columns
+
+SHIPPED = Path(__file__).with_name("tiles.json")
+BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # rows of the input, rounded up
+# Shared memory of one multiprocessor, bytes, and multiprocessors of a common card, by compute capability: CUDA C++
+# Programming Guide, "Compute Capabilities".
+_SHARED = {80: 163_840, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
+_PROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 103: 148, 120: 170}
+DEFAULT = 90  # for devices of unknown capability
+
+
+@dataclass(frozen=True)
+class Tile:
+    """bm, bn   rows of the input and of the weight that a program computes
+    w        words of each row and field per step: 2 w columns of each plane
+    warps, stages  Triton's num_warps and num_stages
+    before   whether scales are applied to weights, before the product, instead of to the sums of each group
+    """
+
+    bm: int
+    bn: int
+    w: int
+    warps: int
+    stages: int
+    before: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.bm}x{self.bn} w{self.w} {self.warps} warps {self.stages} stages{' before' * self.before}"
+
+
+def bucket(m: int) -> int:
+    """The bucket of m rows."""
+    return next((b for b in BUCKETS if m <= b), BUCKETS[-1])
+
+
+def shared_memory(target: str) -> int:
+    return _SHARED.get(capability(target), 65_536 if target.startswith("hip") else _SHARED[DEFAULT])
+
+
+def processors(target: str) -> int:
+    """Multiprocessors of a common card of the target, where the device is not at hand."""
+    return _PROCESSORS.get(capability(target), _PROCESSORS[DEFAULT])
+
+
+def step_bytes(d: Decoding, tile: Tile) -> int:
+    """Bytes of codes and inputs that one step of the kernel reads."""
+    cols = columns(d) * tile.w // 32
+    return cols * d.bits // 8 * tile.bn + cols * 2 * tile.bm
+
+
+def by_rule(target: str, d: Decoding, m: int, *, small: bool, offset: bool = False) -> Tile:
+    """A tile for what was not measured. small: groups of less than 64 columns, which need w = 32.
+
+    As many stages as leave room for two programs on a multiprocessor, and steps of as many words as that allows. The
+    weights are operand A of the matrix unit, so 64 rows of them are one warp group.
+    """
+    bm = min(bucket(m), 128)
+    bn, warps = (64, 4) if bm <= 64 else (128, 8)
+    before = small or offset or bm > 64
+    limit = shared_memory(target)
+    for w in (32,) if small else (32, 16, 8):
+        tile = Tile(bm, bn, w, warps, 2, before)
+        fit = limit // 2 // step_bytes(d, tile)
+        if fit >= 2 or (fit and w == 8):
+            return Tile(bm, bn, w, warps, min(4, fit + 1), before)
+    fit = max(1, limit // step_bytes(d, tile))
+    while fit < 2 and tile.bm > 16:  # a step of 32 words is required: fewer rows
+        tile = Tile(tile.bm // 2, tile.bn, tile.w, tile.warps, 2, before)
+        fit = max(1, limit // step_bytes(d, tile))
+    return Tile(tile.bm, tile.bn, tile.w, tile.warps, min(3, max(2, fit)), before)
+
+
+def candidates(target: str, d: Decoding, m: int, *, small: bool, offset: bool = False) -> list[Tile]:
+    """Tiles worth measuring for a bucket of rows, the rule's first."""
+    found = [by_rule(target, d, m, small=small, offset=offset)]
+    limit = shared_memory(target)
+    bm = min(bucket(m), 256)
+    for rows in dict.fromkeys((bm, max(16, bm // 2), min(bm, 128))):
+        for bn, warps in ((64, 4), (128, 8), (128, 4), (256, 8)):
+            for w in (32,) if small else (32, 16):
+                for stages in (2, 3, 4, 6):
+                    for before in (True,) if small or offset or rows > 128 else (False, True):
+                        tile = Tile(rows, bn, w, warps, stages, before)
+                        accumulators = rows * bn * (1 if before else 2) // (warps * 32)
+                        size = step_bytes(d, tile) * (stages - 1)
+                        if size <= limit - 4096 and accumulators <= 160 and tile not in found:
+                            found.append(tile)
+    return found
+
+
+def split(programs: int, steps: int, processors: int) -> int:
+    """Programs that share one tile: the greatest power of two with at most two programs on each multiprocessor, and at
+    least two steps for each."""
+    parts = 1
+    while programs * parts * 2 <= 2 * processors and parts * 4 <= steps:
+        parts *= 2
+    return parts
+
+
+def user_file() -> Path:
+    """Where ``doctor --tune`` keeps the lines of this user's devices."""
+    return cache_folder() / "tiles.json"
+
+
+@lru_cache(maxsize=1)
+def lines() -> tuple[Mapping[str, Any], ...]:
+    """The user's lines, then the shipped ones: {"device" or "target", "family", "m", "tile", "source"}.
+
+    A line without "tile" says that dequantizing the weight once and multiplying with torch is faster.
+    """
+    return (*_read(user_file()), *_read(SHIPPED))
+
+
+def _read(path: Path) -> list[Mapping[str, Any]]:
+    if not path.exists():
+        return []
+    try:
+        found = json.loads(path.read_text("utf-8"))["lines"]
+        for line in found:
+            if line["tile"] is not None:
+                Tile(**line["tile"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not a file of tiles ({error}); delete it, or write it again: pennyweight doctor --device cuda "
+            "--tune"
+        ) from error
+    return found
+
+
+def family(d: Decoding, *, small: bool) -> str:
+    """What tiles are measured for: "int4", "float8", "table4", and "small" for groups of less than 64 columns."""
+    return f"{d.kind}{d.bits}{'-small' if small else ''}"
+
+
+@lru_cache(maxsize=4096)
+def choose(target: str, device: str, d: Decoding, m: int, *, small: bool, offset: bool = False) -> Tile | None:
+    """The tile for a bucket m of rows; None: dequantize and multiply with torch.
+
+    device: name of the card, or "". A line for the card comes first, then one for its target, then the rule.
+    """
+    name = family(d, small=small)
+    for key, value in (("device", device), ("target", target)):
+        for line in lines():
+            if value and line.get(key) == value and line["family"] == name and line["m"] == m:
+                tile = None if line["tile"] is None else Tile(**line["tile"])
+                return tile if tile is None or not offset else Tile(**{**asdict(tile), "before": True})
+    return None if m >= _DEQUANTIZE_FROM else by_rule(target, d, m, small=small, offset=offset)
+
+
+_DEQUANTIZE_FROM = 1024  # rows from which one pass over the weight costs less than a slower product
+
+
+def write(path: Path, found: Iterable[Mapping[str, Any]]) -> None:
+    """Write lines as a file of tiles, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(path.name + ".new")
+    rows = ",\n".join("  " + json.dumps(dict(line), sort_keys=True) for line in found)
+    fresh.write_text(f'{{"lines": [\n{rows}\n]}}\n', "utf-8")
+    fresh.replace(path)
+    lines.cache_clear()
+    choose.cache_clear()
