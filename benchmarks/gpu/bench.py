@@ -13,7 +13,7 @@ from pennyweight.kernels.triton.timing import Timing
 
 from . import tune, weights
 from .peers import PEERS, Peer
-from .schemes import BITS, GOALS, Goal
+from .schemes import GOALS, TUNED, Goal
 from .stages import Case, Context
 
 _LAUNCH = (("int4", 1, 4096, 4096), ("int8", 1, 4096, 4096), ("float8-dynamic", 16, 4096, 4096))
@@ -71,20 +71,19 @@ def _both(visits: Sequence[Timing]) -> tuple[float, float]:
 
 
 def _tile(ctx: Context, goal: Goal) -> dict[str, Any] | None:
-    bits = next((bits for bits, scheme in BITS.items() if scheme == goal.scheme), None)
-    return None if bits is None else tune.best(ctx, bits, goal.m, goal.n, goal.k)
+    return tune.best(ctx, goal.scheme, goal.m) if goal.scheme in TUNED else None
 
 
 def tuned(ctx: Context, goal: Goal) -> dict[str, Any]:
     """With the tile that this run has found; the table of tiles may not have it yet."""
-    tile = _tile(ctx, goal)
-    run, line = ctx.kernels.weight_only.run_tile, ctx.kernels.tiles.Tile(**(tile or {}))
+    tile = (_tile(ctx, goal) or {})["tile"]
+    line = None if tile is None else ctx.kernels.tiles.Tile(**tile)
     n, k = ctx.size(goal.n), ctx.size(goal.k)
     m = goal.m if not ctx.dry else min(goal.m, 64)
-    weight = weights.quantized(ctx, goal.scheme, n, k)
-    held = weights.copies(ctx, weight if ctx.dry or weight.spec.layout == "gpu" else weight.to_layout("gpu"))
+    held = weights.copies(ctx, tune.packed(ctx, goal.scheme, n, k))
     xs = weights.inputs(ctx, m, k, len(held))
-    timing = _time(ctx, [partial(run, x, w, None, line) for x, w in zip(xs, held, strict=True)])
+    prepare = ctx.kernels.weight_only.prepared
+    timing = _time(ctx, [prepare(x, w, None, line) for x, w in zip(xs, held, strict=True)])
     return {"of": goal.name, "peer": "tuned tile", "tile": tile, **_beside_bf16(ctx, goal, timing)}
 
 

@@ -18,7 +18,7 @@ from .results import FILE, KERNELS, ROOT, VERSION, digest, read, write_json
 RESULTS = "benchmarks/results/gpu"
 TILES = f"{KERNELS}/tiles.json"
 PAGE = "docs/gpu.md"
-KEY = ("target", "family", "bits", "m", "size")  # what a line of tiles.json is chosen by
+KEY = ("target", "family", "m")  # what a line of tiles.json is chosen by
 
 
 class Refused(ValueError):
@@ -125,28 +125,19 @@ def why_no_tiles(data: dict[str, Any], root: Path = ROOT) -> str:
 
 
 def tuned_lines(data: dict[str, Any], source: str) -> list[dict[str, Any]]:
-    """The lines of this run: per key the tile of the largest size that fell into its bucket."""
-    lines: dict[tuple[Any, ...], tuple[int, dict[str, Any]]] = {}
-    for values in data["stages"]["tune"]["cases"].values():
-        if "tile" not in values or not values.get("complete"):
-            continue
-        line = {"source": source, **{key: values[key] for key in KEY}, "tile": values["tile"], "us": values["us"]}
-        line |= {"n": values["n"], "k": values["k"]}
-        key = tuple(line[k] for k in KEY)
-        size = values["n"] * values["k"]
-        if key not in lines or size > lines[key][0]:
-            lines[key] = (size, line)
-    return [line for _, line in lines.values()]
+    """The lines of this run, of the cases that timed every candidate."""
+    cases = data["stages"]["tune"]["cases"].values()
+    whole = [values for values in cases if "tile" in values and values.get("complete")]
+    return [{**{key: values[key] for key in KEY}, "tile": values["tile"], "source": source} for values in whole]
 
 
 def write_tiles(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Replace the lines with the same key, keep the others; one line of text each, so that a diff reads well."""
-    held = json.loads(path.read_text("utf-8")) if path.exists() else []
+    """Replace the lines with the same key, keep the others."""
+    from pennyweight.kernels.triton.tiles import write
+
+    held = json.loads(path.read_text("utf-8"))["lines"] if path.exists() else []
     by_key = {tuple(line.get(k) for k in KEY): line for line in [*held, *lines]}
-    ordered = sorted(by_key.values(), key=lambda line: json.dumps([line.get(k) for k in KEY]))
-    text = ",\n".join(json.dumps(line) for line in ordered)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"[\n{text}\n]\n" if text else "[]\n", "utf-8")
+    write(path, sorted(by_key.values(), key=lambda line: (line["target"], line["family"], line["m"])))
 
 
 def all_results(root: Path = ROOT) -> dict[str, dict[str, Any]]:

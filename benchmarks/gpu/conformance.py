@@ -68,7 +68,7 @@ def limit_of(weight: Any) -> float:
 def layers(ctx: Context, scheme: str) -> dict[str, Any]:
     """F.linear of odd sizes: values, equal bits twice, a second stream, a graph, misaligned and strided inputs."""
     n, k = (64, 128) if ctx.dry else (1030, 1088)  # whole groups, but no whole tiles
-    if scheme not in ("int4", "nf4", "int8", "float8") and not ctx.dry:
+    if scheme not in ("int4", "int4-symmetric", "nf4", "int8", "float8") and not ctx.dry:
         n, k = 1024, 1024  # torch's products with low-precision inputs ask for multiples of 16
     weight = weights.quantized(ctx, scheme, n, k)
     exact = weight.dequantize().double()

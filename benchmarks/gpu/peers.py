@@ -128,6 +128,7 @@ PEERS: dict[str, dict[str, Peer]] = {
         "torch._weight_int4pack_mm": int4pack,
         "torchao int4": torchao(_ao("Int4WeightOnlyConfig", group_size=64)),
     },
+    "int4-symmetric": {"torch._weight_int4pack_mm": int4pack},
     "int8": {"torchao int8": torchao(_ao("Int8WeightOnlyConfig"))},
     "nf4": {"bitsandbytes NF4": nf4},
     "float8-dynamic": {

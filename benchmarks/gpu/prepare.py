@@ -17,6 +17,7 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+from .jobs import jobs as jobs_of
 from .results import write_json
 
 _SAVE_SECONDS = 1.0
@@ -60,11 +61,10 @@ def prepare(target: str, jobs: int = 0, out: Path | None = None, budget: float =
     try:
         from triton.runtime import driver
 
-        from pennyweight.kernels.triton import ahead
-
         if target.startswith("cuda:"):  # other targets: the jobs know how
             driver.set_active(NoDevice(target))
-        names = [job.name for job in ahead.kernels(target)]
+        listed = jobs_of(target)
+        names = [job.name for job in listed]
     except Exception as error:
         found = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         _write(out, {"list": found}, 0.0, "the kernels cannot be listed")
@@ -73,7 +73,7 @@ def prepare(target: str, jobs: int = 0, out: Path | None = None, budget: float =
     begin, before = time.time(), _cubins()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # ends the processes below too
     processes = jobs or max(1, (os.cpu_count() or 1) - 2)
-    cases = _compile(target, names, min(processes, len(names) or 1), end, out, begin)
+    cases = _compile(target, listed, min(processes, len(names) or 1), end, out, begin)
     new = len(_cubins() - before)
     missing = len(names) - len(cases)
     note = f"{new} files new, {len(cases) - new if len(cases) > new else 0} from the cache, {processes} processes"
@@ -86,17 +86,18 @@ def prepare(target: str, jobs: int = 0, out: Path | None = None, budget: float =
 
 
 def _compile(
-    target: str, names: Sequence[str], processes: int, end: float, out: Path | None, begin: float
+    target: str, listed: Sequence[Any], processes: int, end: float, out: Path | None, begin: float
 ) -> dict[str, dict[str, Any]]:
     """Fork processes that take every n-th job. A process that crashes loses its remaining jobs only."""
     fork = multiprocessing.get_context("fork")
     done: Any = fork.Queue()
-    workers = [fork.Process(target=_worker, args=(target, i, processes, done), daemon=True) for i in range(processes)]
+    shares = [listed[i::processes] for i in range(processes)]
+    workers = [fork.Process(target=_worker, args=(target, share, done), daemon=True) for share in shares]
     for worker in workers:
         worker.start()
     cases: dict[str, dict[str, Any]] = {}
     saved = time.time()
-    while len(cases) < len(names) and time.time() < end:
+    while len(cases) < len(listed) and time.time() < end:
         try:
             name, values = done.get(timeout=0.2)
             cases[name] = values
@@ -107,18 +108,14 @@ def _compile(
             saved = time.time()
             _write(out, cases, saved - begin, "not finished")
     for worker in workers:
-        if worker.is_alive() and len(cases) < len(names):
+        if worker.is_alive() and len(cases) < len(listed):
             worker.terminate()
         worker.join(timeout=5)
     return cases
 
 
-def _worker(target: str, number: int, of: int, done: Any) -> None:
-    from pennyweight.kernels.triton import ahead
-
-    for i, job in enumerate(ahead.kernels(target)):
-        if i % of != number:
-            continue
+def _worker(target: str, jobs: Sequence[Any], done: Any) -> None:
+    for job in jobs:
         start = time.time()
         try:
             job.compile(target)
@@ -140,4 +137,5 @@ def _cubins() -> set[str]:
 
 def _write(out: Path | None, cases: dict[str, Any], seconds: float, note: str) -> None:
     if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
         write_json(out / "compile.json", {"cases": cases, "seconds": round(seconds, 2), "note": note})

@@ -78,11 +78,11 @@ def run(out: Path, args: argparse.Namespace, names: list[str]) -> int:
     compiling = _start_compile(out, args, results, end) if "compile" in names else None
     deadlines = _deadlines(names, begin, end)
     try:
-        first = [name for name in names if name == "facts"]
+        first = [name for name in names if name in ("facts", "conformance")]  # nothing there is timed to the percent
         results = _work(out, args, first, deadlines, end) if first else results
         if compiling is not None:
-            _finish_compile(compiling, out, results, deadlines["compile"])
-        rest = [name for name in names if name not in ("facts", "compile")]
+            _finish_compile(compiling, out, results, deadlines.get("conformance", deadlines["compile"]))
+        rest = [name for name in names if name not in ("facts", "compile", "conformance")]
         results = _work(out, args, rest, deadlines, end) if rest else results
     finally:
         if compiling is not None and compiling.poll() is None:
@@ -176,7 +176,7 @@ def _blame(results: Results, out: Path, why: str, left: list[str], began: float)
     results.save()
 
 
-# -- compiling, in other processes while the facts are found -----------------------------------------------------------
+# -- compiling, in other processes beside facts and conformance --------------------------------------------------------
 
 
 def _start_compile(out: Path, args: argparse.Namespace, results: Results, end: float) -> subprocess.Popen[bytes] | None:

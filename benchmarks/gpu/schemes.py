@@ -29,6 +29,14 @@ def _config(name: str, **arguments: Any) -> Callable[[], Any]:
     return config
 
 
+def _int4() -> Any:
+    import torch
+
+    import pennyweight as pw
+
+    return pw.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=pw.PerGroup(64))
+
+
 def _per_row() -> Any:
     import pennyweight as pw
 
@@ -38,16 +46,19 @@ def _per_row() -> Any:
 # Short name -> a config
 SCHEMES: dict[str, Callable[[], Any]] = {
     "int4": _config("Int4WeightOnlyConfig", group_size=64),
+    "int4-symmetric": _int4,
     "int8": _config("Int8WeightOnlyConfig"),
     "int2": _intx(2),
     "int1": _intx(1),
     "float8": _config("Float8WeightOnlyConfig"),
-    "nf4": _config("NF4WeightOnlyConfig"),
+    "nf4": _config("NF4WeightOnlyConfig", double_quant=False),
     "float8-dynamic": _config("Float8DynamicActivationFloat8WeightConfig", granularity=_per_row),
     "int8-dynamic": _config("Int8DynamicActivationInt8WeightConfig"),
     "w4a8": _config("Int8DynamicActivationInt4WeightConfig", group_size=128),
 }
-BITS = {4: "int4", 8: "int8", 2: "int2"}  # schemes whose tiles are tuned
+# Scheme whose tiles are tuned -> buckets of rows. int4 has an offset per group, int4-symmetric has none
+_ALL = (16, 32, 64, 128, 256, 512, 1024, 4096)
+TUNED = {"int4": _ALL, "int4-symmetric": _ALL, "int8": _ALL, "int2": (16,), "float8": (16, 64), "nf4": (16, 64)}
 
 
 @dataclass(frozen=True)
@@ -74,9 +85,13 @@ class Goal:
 # The order is that of importance: time may end
 GOALS = (
     Goal("int4", 1, 8192, 8192, 2.8, 3.2, 0.70, "2.25 (tinygemm), 2.24 (humming)"),
+    Goal("int4-symmetric", 1, 8192, 8192, 2.8, 3.2, 0.70, "2.25 (tinygemm), 2.24 (humming)"),
     Goal("int4", 16, 8192, 8192, 2.5, 2.9, None, "2.2 (marlin)"),
     Goal("int4", 64, 8192, 8192, 1.9, 2.4, None, "1.48 (marlin)"),
     Goal("int4", 256, 8192, 8192, 0.9, 1.0, None, "0.63 (marlin)"),
+    Goal("int4-symmetric", 16, 8192, 8192, 2.5, 2.9, None, "2.2 (marlin)"),
+    Goal("int4-symmetric", 64, 8192, 8192, 1.9, 2.4, None, "1.48 (marlin)"),
+    Goal("int4-symmetric", 256, 8192, 8192, 0.9, 1.0, None, "0.63 (marlin)"),
     Goal("int8", 1, 8192, 8192, 1.75, 1.85, 0.85, "1.60 (marlin, humming)"),
     Goal("int8", 16, 8192, 8192, 1.75, 1.85, 0.85, "1.60 (marlin, humming)"),
     Goal("float8-dynamic", 8192, 8192, 8192, 1.6, 1.75, None, "1.5"),

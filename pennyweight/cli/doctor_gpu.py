@@ -205,7 +205,7 @@ def _schemes(health: GpuHealth, device: torch.device) -> None:
 
     for name in SCHEMES:
         try:
-            rows = explain(torch.bfloat16, _weight(name, _SMALL, device)).rows
+            rows = explain(torch.bfloat16, quantized_weight(name, _SMALL, device)).rows
         except Exception as error:  # quantizing on a broken device may raise anything
             health.schemes[name] = {"kernel": "FAILED", "note": f"{type(error).__name__}: {error}"}
             health.problems.append(f"{name}: {type(error).__name__}: {error}")
@@ -215,7 +215,7 @@ def _schemes(health: GpuHealth, device: torch.device) -> None:
         health.schemes[name] = {"kernel": rows[runs][0], "note": "; ".join(refused[:2])}
 
 
-def _weight(name: str, size: int, device: torch.device) -> AffineQuantizedTensor:
+def quantized_weight(name: str, size: int, device: torch.device) -> AffineQuantizedTensor:
     """As quantize_ leaves it in a linear layer."""
     import torch
     from torch import nn
@@ -232,7 +232,7 @@ def _weight(name: str, size: int, device: torch.device) -> AffineQuantizedTensor
 # -- times -------------------------------------------------------------------------------------------------------------
 
 
-def _copies(timer: Any, weight: Any) -> list[Any]:
+def copies(timer: Any, weight: Any) -> list[Any]:
     return [weight, *(weight.clone() for _ in range(timer.copies(int(weight.nbytes)) - 1))]
 
 
@@ -246,11 +246,11 @@ def _bench(health: GpuHealth, device: torch.device) -> list[GpuTiming]:
 
     timer = DeviceTimer(str(device))
     plain = torch.randn(SIZE, SIZE, device=device, dtype=torch.bfloat16) * SIZE**-0.5
-    floats = _copies(timer, plain)
+    floats = copies(timer, plain)
     lines = []
     for name in SCHEMES:
         try:
-            held = _copies(timer, _weight(name, SIZE, device))
+            held = copies(timer, quantized_weight(name, SIZE, device))
             for rows in ROWS:
                 x = torch.randn(rows, SIZE, device=device, dtype=torch.bfloat16)
                 ours, theirs = (timer.time([partial(F.linear, x, w) for w in ws]) for ws in (held, floats))
