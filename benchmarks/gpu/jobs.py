@@ -55,9 +55,9 @@ def tuned(target: str) -> Iterator[Job]:
             weight = held[scheme]
             for n, k in SIZES:
                 static = static_of(weight.spec, (n, k), torch.bfloat16)
-                d, small, offset = static.decoding, static.small, static.offset
-                shipped = tiles.choose(target, "", d, bucket, small=small, offset=offset)
-                listed = shortlist(tiles.candidates(target, d, bucket, small=small, offset=offset), bucket)
+                d, small = static.decoding, static.small
+                shipped = tiles.choose(target, "", d, bucket, small=small)
+                listed = shortlist(tiles.candidates(target, d, bucket, small=small), bucket)
                 for tile in dict.fromkeys([shipped, *listed]):
                     for m in rows if tile is not None else ():
                         assert tile is not None

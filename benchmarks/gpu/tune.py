@@ -51,16 +51,16 @@ def tune(ctx: Context, scheme: str, bucket: int) -> dict[str, Any]:
             m = m if not ctx.dry else min(m, 64)
             products[f"{m} rows, {n}x{k}"] = list(zip(weights.inputs(ctx, m, k, len(held)), held, strict=True))
     assert static is not None
-    small, offset = static.small, static.offset
+    small = static.small
     tiles = ctx.kernels.tiles
-    shipped = tiles.choose(target, "", static.decoding, bucket, small=small, offset=offset)
-    candidates = shortlist(tiles.candidates(target, static.decoding, bucket, small=small, offset=offset), bucket)
+    shipped = tiles.choose(target, "", static.decoding, bucket, small=small)
+    candidates = shortlist(tiles.candidates(target, static.decoding, bucket, small=small), bucket)
     found = fastest(candidates, shipped, products, ctx.kernels.weight_only.prepared, ctx.timer, ctx.left)
     ctx.timer.release()
     order = sorted(found.rough, key=lambda tile: found.rough[tile].us)
     return {
         "scheme": scheme, "m": bucket, "target": target, "tile": as_dict(found.tile), **found.timing.values(),
-        "family": tiles.family(static.decoding, small=small, offset=offset),
+        "family": tiles.family(static.decoding, small=small),
         "shipped": as_dict(shipped), "shipped_us": found.shipped_us, "complete": found.complete,
         "candidates": [{"tile": str(tile), "us": round(found.rough[tile].us, 3)} for tile in order],
         "dropped": {str(tile): why for tile, why in found.dropped.items()},

@@ -33,7 +33,7 @@ class Tile:
     w        words of each row and field per step: 2 w columns of each plane
     warps, stages  Triton's num_warps and num_stages
     before   whether scales per group are applied to weights, before the product, instead of to the sums of each group;
-             always with offsets, and in groups of less than 64 columns
+             always in groups of less than 64 columns
     """
 
     bm: int
