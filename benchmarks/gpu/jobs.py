@@ -56,7 +56,7 @@ def tuned(target: str) -> Iterator[Job]:
             for n, k in SIZES:
                 static = static_of(weight.spec, (n, k), torch.bfloat16)
                 d, small = static.decoding, static.small
-                shipped = tiles.choose(target, "", d, bucket, small=small)
+                shipped = tiles.choose(target, "", d, bucket, small=small, offset=static.offset)
                 listed = shortlist(tiles.candidates(target, d, bucket, small=small), bucket)
                 for tile in dict.fromkeys([shipped, *listed]):
                     for m in rows if tile is not None else ():

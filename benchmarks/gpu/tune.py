@@ -53,14 +53,14 @@ def tune(ctx: Context, scheme: str, bucket: int) -> dict[str, Any]:
     assert static is not None
     small = static.small
     tiles = ctx.kernels.tiles
-    shipped = tiles.choose(target, "", static.decoding, bucket, small=small)
+    shipped = tiles.choose(target, "", static.decoding, bucket, small=small, offset=static.offset)
     candidates = shortlist(tiles.candidates(target, static.decoding, bucket, small=small), bucket)
     found = fastest(candidates, shipped, products, ctx.kernels.weight_only.prepared, ctx.timer, ctx.left)
     ctx.timer.release()
     order = sorted(found.rough, key=lambda tile: found.rough[tile].us)
     return {
         "scheme": scheme, "m": bucket, "target": target, "tile": as_dict(found.tile), **found.timing.values(),
-        "family": tiles.family(static.decoding, small=small),
+        "family": tiles.family(static.decoding, small=small, offset=static.offset),
         "shipped": as_dict(shipped), "shipped_us": found.shipped_us, "complete": found.complete,
         "candidates": [{"tile": str(tile), "us": round(found.rough[tile].us, 3)} for tile in order],
         "dropped": {str(tile): why for tile, why in found.dropped.items()},

@@ -165,7 +165,7 @@ def family(d: Decoding, *, small: bool, offset: bool = False) -> str:
 
 
 @lru_cache(maxsize=4096)
-def choose(target: str, device: str, d: Decoding, m: int, *, small: bool) -> Tile | None:
+def choose(target: str, device: str, d: Decoding, m: int, *, small: bool, offset: bool = False) -> Tile | None:
     """The tile for a bucket m of rows; None: dequantize and multiply with torch.
 
     device: name of the card, or "". A line for the card comes first, then one for its target, then the rule.

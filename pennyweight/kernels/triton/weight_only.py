@@ -227,7 +227,7 @@ def bind_static(static: Static, spec: QuantSpec) -> Bound:
             return x.new_empty((*shape[:-1], n))
         bias = gate_gpu.vector(bias, "bias", n, floats, w.device)
         target, name, processors = _card(w.device)
-        tile = tiles.choose(target, name, static.decoding, tiles.bucket(m), small=static.small)
+        tile = tiles.choose(target, name, static.decoding, tiles.bucket(m), small=static.small, offset=static.offset)
         if tile is None:
             y = F.linear(rows, dequantize(w, static), None if bias is None else bias.to(dtype))
         else:
