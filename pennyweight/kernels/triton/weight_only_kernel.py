@@ -313,15 +313,16 @@ def weight_only(
                         w = scaled_plus(w, s, o, UNIT)
                     else:
                         w = scaled(w, s)
-                elif HAS_O:
-                    # the sum of the inputs of the group, by the matrix unit: an operand of ones takes no instructions
-                    ones = narrow(tl.full((BN, 2 * W), 1.0, tl.float32), T)
-                    total = dot(ones, x, tl.zeros((BN, BM), tl.float32) if q == 0 else total)
                 part = dot(w, x, part)
+                if HAS_O and not BEFORE:  # a product of its own, of few registers and instructions
+                    if o.dtype == T:
+                        same = tl.broadcast_to(times(o, narrow(tl.full((1, 1), UNIT, tl.float32), T)), (BN, 2 * W))
+                        acc = dot(same, x, acc)
+                    else:
+                        ones = narrow(tl.full((BN, 2 * W), 1.0, tl.float32), T)
+                        acc += dot(ones, x, tl.zeros((BN, BM), tl.float32)) * (widen(o) * UNIT)
             if GROUPED and not BEFORE:
                 acc += part * widen(s)
-                if HAS_O:
-                    acc += total * (widen(o) * UNIT)
             else:
                 acc = part
     tiles = tl.num_programs(0) * tl.num_programs(2)
@@ -366,6 +367,7 @@ def dequantize(
     WORDS: tl.constexpr = COLS * (B0 + B1 + B2) * 2
     GROUPED: tl.constexpr = SCALE == "group"
     SMALL: tl.constexpr = GROUPED and G < 64
+    SHARE: tl.constexpr = PLANES >> LOG
     UNIT: tl.constexpr = 0.015625 if KIND == "int" and T == tl.bfloat16 else 1.0
     r = tl.arange(0, 64)
     n = rt * 64 + r
@@ -373,7 +375,6 @@ def dequantize(
     tile = ((rt * tl.cdiv(nt, TILES) + kt // TILES) * (64 * WIDTH) + r * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
     for q in tl.static_range(PLANES):
         w = widen(numbers(words, t_ptr, q, KIND, B0, B1, B2, COLS, ZERO, MANTISSA, UP, T)) * (1.0 / UNIT)
-        g: tl.constexpr = q // (PLANES >> LOG)
         if SCALE == "row":
             if HAS_Z:
                 w = w - tl.load(z_ptr + n, mask=n < N, other=0).to(tl.float32)[:, None]
@@ -382,12 +383,12 @@ def dequantize(
                 w = w + widen(tl.load(o_ptr + n, mask=n < N, other=0.0))[:, None]
         if GROUPED:
             if HAS_Z:
-                z = spread(column(tl.load(z_ptr + tile), g, WIDTH, LOG), SMALL, WIDTH >> LOG, G)
+                z = spread(column(tl.load(z_ptr + tile), q // SHARE, WIDTH, LOG), SMALL, WIDTH >> LOG, G)
                 w = w - z.to(tl.float32)
-            s = group_numbers(spread(column(tl.load(s_ptr + tile), g, WIDTH, LOG), SMALL, WIDTH >> LOG, G), SKIND, T)
+            s = group_numbers(spread(column(tl.load(s_ptr + tile), q // SHARE, WIDTH, LOG), SMALL, WIDTH >> LOG, G), SKIND, T)
             w = w * widen(s)
             if HAS_O:
-                w = w + widen(spread(column(tl.load(o_ptr + tile), g, WIDTH, LOG), SMALL, WIDTH >> LOG, G))
+                w = w + widen(spread(column(tl.load(o_ptr + tile), q // SHARE, WIDTH, LOG), SMALL, WIDTH >> LOG, G))
         if HAS_R:
             w = w * tl.load(r_ptr).to(tl.float32)
         k = kt * COLS + q * 64 + tl.arange(0, 64)
