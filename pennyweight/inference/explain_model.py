@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from ..core import fallback
-from ..core.arguments import show
+from ..core.arguments import check_arguments, show
 from ..core.errors import ArgumentTypeError
 from ..core.html_table import html_table
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels import table
-from ..kernels.table import Explanation, case_of, explain_case, op_of
-from ..kernels.target import read_target
+from ..kernels.table import Explanation, case_of, explain_case, moved, op_of
+from ..kernels.target import check_target, read_target
 from ..planning.parameters import Site, make_site, places
 from .fused_module import FusedModule
 
@@ -83,6 +83,7 @@ class ModelExplanation:
 def explain(x: Any, w: Tensor, op: str = ..., *, device: Device = ...) -> Explanation: ...
 @overload
 def explain(x: Any, w: nn.Module, op: str = ..., *, device: Device = ...) -> ModelExplanation: ...
+@check_arguments(device=check_target)
 def explain(x: Any, w: Tensor | nn.Module, op: str = "", *, device: Device = None) -> Explanation | ModelExplanation:
     """What runs for a weight, a layer or a model, and why nothing faster does. Meant to be printed.
 
@@ -164,7 +165,7 @@ def _weight(where: list[Any], dtype: torch.dtype, target: str | None) -> LayerKe
         return LayerKernel(where[0].name, "", "", "not quantized") if isinstance(site, Site) and place.own else None
     op = site.op if isinstance(site, Site) else op_of(tensor.spec, tensor.stored_shape)
     case = case_of(tensor, dtype)
-    told = explain_case(op, case if target is None else replace(case, device=target), any_layout=target is not None)
+    told = explain_case(op, case if target is None else moved(case, target), any_layout=target is not None)
     verdicts = told.by_device()[0]
     chosen = next(i for i, (_, _, verdict) in enumerate(verdicts) if verdict == "RUNS")
     better = [f"{name}: {why}" for name, rank, why in verdicts[:chosen] if rank > verdicts[chosen][1]]

@@ -141,6 +141,7 @@ class PennyweightQuantizer(HfQuantizer):
             solved = solve(row)
         finally:
             row.tensor = None
+        solved.weight.readers = row.ops
         out = self.told[row.name]
         out.sqnr, out.bytes_after = solved.sqnr, solved.weight.nbytes
         return nn.Parameter(solved.weight, requires_grad=False)

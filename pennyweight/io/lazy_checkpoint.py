@@ -155,7 +155,9 @@ class _Packed(Mapping[str, Tensor]):
             return w
         if name not in self.layouts:
             self.layouts[name] = choose_layout(case_of(w, self.dtypes[name]), self.ops[name])[1]
-        return w.to_layout(self.layouts[name])
+        packed = w.to_layout(self.layouts[name])
+        packed.readers = self.ops[name]
+        return packed
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.opened)

@@ -192,6 +192,11 @@ def case_of(w: AffineQuantizedTensor, dtype: torch.dtype | None = None) -> Case:
     return Case(w.spec, w.act, shape, dtype or w.dtype, target_of(w.device), w._perm is not None)
 
 
+def moved(case: Case, target: str) -> Case:
+    """The case of the same weight on a target. There it is packed on arrival, so ask with ``any_layout``."""
+    return replace(case, spec=case.spec.with_(layout="plain"), device=target)
+
+
 @dataclass(frozen=True, repr=False)
 class Explanation:
     """Every row of the table for one case, with its verdict. Meant to be printed."""
@@ -225,7 +230,8 @@ class Explanation:
         width = max((len(name) for name, _, _ in here), default=0)
         lines = [f"{self.op}: {self.case}"]
         lines += [f"  {name:<{width}}  rank {rank:>3}  {verdict}" for name, rank, verdict in here]
-        lines += [f"  for other devices: {', '.join(elsewhere)}"] if elsewhere else []
+        if elsewhere and self.case.device != "cpu":  # who asks about a CPU has no use for the names of GPU kernels
+            lines.append(f"  for other devices: {', '.join(elsewhere)}")
         if self.op in ("linear", "bmm"):
             kept = self.row_independent
             lines.append(
@@ -268,7 +274,7 @@ def explain(x: Any, w: AffineQuantizedTensor, op: str = "", *, device: torch.dev
     """
     case = case_of(w, x if isinstance(x, torch.dtype) else x.dtype)
     if device is not None:
-        case = replace(case, device=read_target(device))
+        case = moved(case, read_target(device))
     op = op or op_of(w.spec, case.shape)
     if op not in _TABLE:
         raise ValueError(f"no kernels for op {op!r}{did_you_mean(op, _TABLE)}; known: {', '.join(_TABLE)}")

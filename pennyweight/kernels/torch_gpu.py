@@ -158,12 +158,13 @@ def int_mm(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
     if not x.numel():
         return _no_rows(x, n)
     codes = aligned(w._codes, "codes", torch.int8, (n, k), x.device)
+    assert w._scale is not None
+    assert w.act is not None
     q = encode_activation(rows(x, k, FLOATS, x.device), w.act, w.act_scale, w.act_zero_point)
     m, a = q.codes.shape[0], q.codes.contiguous()
     if m < LEAST_ROWS:
         a = F.pad(a, (0, 0, 0, PADDED_ROWS - m))
     total = torch._int_mm(a, codes.t())[:m]
-    assert w._scale is not None
     return _biased(total * q.scale.float() * w._scale.float().reshape(-1), bias, x)
 
 
@@ -203,8 +204,9 @@ def scaled_mm(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
     if not x.numel():
         return _no_rows(x, n)
     codes = aligned(w._codes, "codes", (torch.float8_e4m3fn, torch.float8_e5m2), (n, k), x.device)
-    q = encode_activation(rows(x, k, FLOATS, x.device), w.act, w.act_scale, w.act_zero_point)
     assert w._scale is not None
+    assert w.act is not None
+    q = encode_activation(rows(x, k, FLOATS, x.device), w.act, w.act_scale, w.act_zero_point)
     sx, sw = q.scale.float(), w._scale.float()
     if sx.numel() > 1 or sw.numel() > 1:
         sx = sx.reshape(-1, 1).expand(q.codes.shape[0], 1).contiguous()
@@ -312,8 +314,9 @@ def _accepts_experts(case: Case) -> bool | str:
 def _grouped(x: Tensor, w: QT, ends: Tensor | None) -> Tensor:
     experts, n, k = w._codes.shape
     codes = aligned(w._codes, "codes", torch.float8_e4m3fn, (experts, n, k), x.device)
-    q: Parts = encode_activation(x, w.act, w.act_scale, w.act_zero_point)
     assert w._scale is not None
+    assert w.act is not None
+    q: Parts = encode_activation(x, w.act, w.act_scale, w.act_zero_point)
     sx = q.scale.float().reshape(x.shape[:-1]).contiguous()
     sw = w._scale.float().reshape(experts, n).contiguous()
     return torch._scaled_grouped_mm(
