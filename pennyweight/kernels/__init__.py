@@ -1,6 +1,18 @@
 """The kernel table and its rows. Each file defines one family of kernels, the layout it reads, and when it applies."""
 
-from . import convolution, embedding, gate_gpu, linear, ops, recurrent, reference, repack, torch_int4, torch_int8
+from . import (
+    convolution,
+    embedding,
+    gate_gpu,
+    linear,
+    ops,
+    recurrent,
+    reference,
+    repack,
+    torch_gpu,
+    torch_int4,
+    torch_int8,
+)
 from .cpu import conv as cpu_conv
 from .cpu import conv_transposed as cpu_conv_transposed
 from .cpu import convert as cpu_convert
@@ -36,6 +48,7 @@ __all__ = [
     "register_kernel",
     "repack",
     "select",
+    "torch_gpu",
     "torch_int4",
     "torch_int8",
     "triton_weight_only",

@@ -15,6 +15,7 @@ from ..core.numerics import permute_last_axis, unpermute_last_axis
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
 from ..core.tensor import SLOTS, AffineQuantizedTensor, implements, static_json
 from ..core.tracing import in_memory, refuse_jit_trace
+from . import torch_gpu
 from .cpu import experts
 from .linear import linear, run_linear
 from .linear_op import LIBRARY, _flatten, _nest, traced_linear
@@ -22,7 +23,10 @@ from .table import case_of, reorders, select
 
 aten = torch.ops.aten
 QT = AffineQuantizedTensor
-GROUPED = {"cpu_experts": experts.grouped_mm}  # kernels of op "bmm" that also support grouped rows
+GROUPED = {  # kernels of op "bmm" that also support grouped rows
+    "cpu_experts": experts.grouped_mm,
+    "torch_scaled_grouped_mm": torch_gpu.experts_grouped_mm,
+}
 
 
 def _contracts_last(w: QT, dim: int) -> bool:

@@ -60,7 +60,7 @@ def forget_targets() -> None:
 def assume_target(target: str) -> Iterator[None]:
     """Within this context, devices of that type have this target: what fake CUDA tensors are packed for. Not for
     threads that run kernels."""
-    kind = device_type(read_target(target))
+    kind = device_type(target if target in ("cuda", "hip") else read_target(target))
     before = _ASSUMED.get(kind)
     _ASSUMED[kind] = target
     try:

@@ -34,8 +34,8 @@ def _to_nibbles(codes: Tensor, spec: QuantSpec) -> Tensor:
     return codes.to(torch.int32) + (8 if spec.format is INT4 else 0)
 
 
-def _fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
-    """True, or the reason why aten cannot pack this."""
+def fits_int4pack(spec: QuantSpec, shape: Sequence[int], tile: int = 16) -> bool | str:
+    """True, or the reason why aten cannot pack this. tile: rows that it packs together."""
     if len(shape) != 2:
         return "needs a 2-d weight"
     if not ((spec.format is UINT4 and spec.mid == 8) or (spec.format is INT4 and spec.mid == 0)) or spec.zero_point:
@@ -45,12 +45,12 @@ def _fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
     rows, group = blocks.resolve(spec.block, shape)
     if rows != 1 or group not in GROUPS:
         return f"needs groups of {GROUPS}, the weight has {group if rows == 1 else (rows, group)}"
-    return shape[0] % 16 == 0 or f"needs N to be a multiple of 16, N is {shape[0]}"
+    return shape[0] % tile == 0 or f"needs N to be a multiple of {tile}, N is {shape[0]}"
 
 
 def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """codes: aten's packed bytes [N, K/2]; scale: [K/g, N, 2] (scale, offset) in the spec's own dtype; offset: None."""
-    verdict = _fits(spec, shape)
+    verdict = fits_int4pack(spec, shape)
     if verdict is not True:
         raise ValueError(f'layout "torch_int4" of {tuple(shape)} {spec}: {verdict}')
     _byte_order()  # cached here, outside any trace, where values can be read
@@ -116,17 +116,17 @@ _EXAMPLES = (
 )
 
 
-def _zero_offsets(spec: QuantSpec, shape: Sequence[int]) -> int:
+def zero_offsets(spec: QuantSpec, shape: Sequence[int]) -> int:
     """Bytes of the zero offsets that aten needs for symmetric weights, one per scale."""
     scales = math.prod(blocks.counts(spec.block, shape))
     return 0 if spec.offset is not None else scales * spec.scale.itemsize  # type: ignore[union-attr]
 
 
-LAYOUT = register_layout(Layout("torch_int4", pack, unpack, ("cpu",), _EXAMPLES, _zero_offsets))
+LAYOUT = register_layout(Layout("torch_int4", pack, unpack, ("cpu",), _EXAMPLES, zero_offsets))
 
 
 def _accepts(case: Case) -> bool | str:
-    return _fits(case.spec, case.shape) if case.act is None else "the activation is quantized"
+    return fits_int4pack(case.spec, case.shape) if case.act is None else "the activation is quantized"
 
 
 def linear(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ class Tile:
     """bm, bn   rows of the input and of the weight that a program computes
     w        words of each row and field per step: 2 w columns of each plane
     warps, stages  Triton's num_warps and num_stages
-    before   whether scales are applied to weights, before the product, instead of to the sums of each group
+    before   whether scales per group are applied to weights, before the product, instead of to the sums of each group;
+             always with offsets, and in groups of less than 64 columns
     """
 
     bm: int
@@ -66,7 +67,7 @@ def step_bytes(d: Decoding, tile: Tile) -> int:
     return cols * d.bits // 8 * tile.bn + cols * 2 * tile.bm
 
 
-def by_rule(target: str, d: Decoding, m: int, *, small: bool, offset: bool = False) -> Tile:
+def by_rule(target: str, d: Decoding, m: int, *, small: bool) -> Tile:
     """A tile for what was not measured. small: groups of less than 64 columns, which need w = 32.
 
     As many stages as leave room for two programs on a multiprocessor, and steps of as many words as that allows. The
@@ -74,36 +75,47 @@ def by_rule(target: str, d: Decoding, m: int, *, small: bool, offset: bool = Fal
     """
     bm = min(bucket(m), 128)
     bn, warps = (64, 4) if bm <= 64 else (128, 8)
-    before = small or offset or bm > 64
     limit = shared_memory(target)
+    tile = Tile(bm, bn, 32, warps, 2, bm > 64)
     for w in (32,) if small else (32, 16, 8):
-        tile = Tile(bm, bn, w, warps, 2, before)
+        tile = replace(tile, w=w)
         fit = limit // 2 // step_bytes(d, tile)
         if fit >= 2 or (fit and w == 8):
-            return Tile(bm, bn, w, warps, min(4, fit + 1), before)
+            return replace(tile, stages=min(4, fit + 1))
     fit = max(1, limit // step_bytes(d, tile))
     while fit < 2 and tile.bm > 16:  # a step of 32 words is required: fewer rows
-        tile = Tile(tile.bm // 2, tile.bn, tile.w, tile.warps, 2, before)
+        tile = replace(tile, bm=tile.bm // 2)
         fit = max(1, limit // step_bytes(d, tile))
-    return Tile(tile.bm, tile.bn, tile.w, tile.warps, min(3, max(2, fit)), before)
+    return replace(tile, stages=min(3, max(2, fit)))
 
 
-def candidates(target: str, d: Decoding, m: int, *, small: bool, offset: bool = False) -> list[Tile]:
-    """Tiles worth measuring for a bucket of rows, the rule's first."""
-    found = [by_rule(target, d, m, small=small, offset=offset)]
-    limit = shared_memory(target)
-    bm = min(bucket(m), 256)
-    for rows in dict.fromkeys((bm, max(16, bm // 2), min(bm, 128))):
-        for bn, warps in ((64, 4), (128, 8), (128, 4), (256, 8)):
-            for w in (32,) if small else (32, 16):
-                for stages in (2, 3, 4, 6):
-                    for before in (True,) if small or offset or rows > 128 else (False, True):
-                        tile = Tile(rows, bn, w, warps, stages, before)
-                        accumulators = rows * bn * (1 if before else 2) // (warps * 32)
-                        size = step_bytes(d, tile) * (stages - 1)
-                        if size <= limit - 4096 and accumulators <= 160 and tile not in found:
-                            found.append(tile)
-    return found
+# (bn, w, warps, stages, before) worth measuring, for up to 32 rows, 64 rows and more. For few rows memory decides: many
+# bytes in flight, scales applied late. For many rows the matrix unit does: long products, scales applied to weights.
+_FEW = (
+    (64, 32, 4, 4, False), (64, 32, 4, 3, False), (64, 32, 4, 6, False), (128, 32, 8, 3, False), (128, 32, 8, 4, False),
+    (128, 32, 4, 3, False), (64, 16, 4, 6, False), (64, 32, 4, 2, False),
+)  # fmt: skip
+_SOME = (
+    (64, 32, 4, 3, False), (64, 32, 4, 2, False), (64, 32, 4, 3, True), (128, 32, 8, 3, False), (128, 32, 8, 2, False),
+    (128, 16, 8, 4, True), (64, 16, 4, 4, False), (128, 32, 8, 2, True),
+)  # fmt: skip
+_MANY = (
+    (128, 16, 8, 3, True), (128, 32, 8, 2, True), (256, 16, 8, 2, True), (256, 16, 8, 3, True), (128, 16, 8, 2, True),
+    (64, 16, 4, 3, True), (64, 32, 4, 2, True), (128, 16, 8, 4, True), (256, 32, 8, 2, True),
+)  # fmt: skip
+
+
+def candidates(target: str, d: Decoding, m: int, *, small: bool) -> list[Tile]:
+    """Tiles worth measuring for a bucket of rows, the rule's first. None of them exceeds the shared memory."""
+    rows = bucket(m)
+    shapes = _FEW if rows <= 32 else _SOME if rows == 64 else _MANY
+    found = [by_rule(target, d, m, small=small)]
+    for bm in (rows,) if rows <= 64 else (128,) if rows == 128 else (128, 256):
+        for bn, w, warps, stages, before in shapes:
+            tile = Tile(bm, bn, w, warps, stages, before)
+            if not (small and w < 32) and step_bytes(d, tile) * max(1, stages - 1) <= shared_memory(target) - 4096:
+                found.append(tile)
+    return list(dict.fromkeys(found))
 
 
 def split(programs: int, steps: int, processors: int) -> int:
@@ -153,7 +165,7 @@ def family(d: Decoding, *, small: bool, offset: bool = False) -> str:
 
 
 @lru_cache(maxsize=4096)
-def choose(target: str, device: str, d: Decoding, m: int, *, small: bool, offset: bool = False) -> Tile | None:
+def choose(target: str, device: str, d: Decoding, m: int, *, small: bool) -> Tile | None:
     """The tile for a bucket m of rows; None: dequantize and multiply with torch.
 
     device: name of the card, or "". A line for the card comes first, then one for its target, then the rule.
@@ -162,9 +174,8 @@ def choose(target: str, device: str, d: Decoding, m: int, *, small: bool, offset
     for key, value, name in ((*pair, name) for pair in (("device", device), ("target", target)) for name in names):
         for line in lines():
             if value and line.get(key) == value and line["family"] == name and line["m"] == m:
-                tile = None if line["tile"] is None else Tile(**line["tile"])
-                return tile if tile is None or not offset else Tile(**{**asdict(tile), "before": True})
-    return None if m >= _DEQUANTIZE_FROM else by_rule(target, d, m, small=small, offset=offset)
+                return None if line["tile"] is None else Tile(**line["tile"])
+    return None if m >= _DEQUANTIZE_FROM else by_rule(target, d, m, small=small)
 
 
 _DEQUANTIZE_FROM = 1024  # rows from which one pass over the weight costs less than a slower product

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core.formats import E4M3, E5M2
 from ...core.numerics import Parts, dequantize
 from ...core.spec import QuantSpec
 from ...kernels.target import target_of
+from ...kernels.torch_gpu import LIMITS, accepts_float8
 from ...kernels.torch_int8 import int_mm_saturates
 
 
@@ -153,7 +153,7 @@ def _accepts_int(case: Case) -> bool | str:
         return f"sums of {case.shape[2]} products may overflow int32"
     if case.device == "cpu":
         return not _saturates() or "torch._int_mm saturates on this CPU (no VNNI): its sums are wrong"
-    return case.device == "cuda" or f"torch._int_mm is not known to run on {case.device}"
+    return LIMITS["int8"].refuses(case.device, torch.float32) or True
 
 
 # -- float8 on GPUs ----------------------------------------------------------------------------------------------------
@@ -173,29 +173,17 @@ def _row_scales(q: QuantizedOperand, rows: int) -> Tensor:
     return F.pad(scale, (0, 0, 0, rows - q.shape[0]), value=1.0).contiguous()
 
 
-@_constant_while_tracing
-def _cuda_capability() -> tuple[int, int]:
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-
-
 def _accepts_scaled(case: Case) -> bool | str:
-    if any(spec.format not in (E4M3, E5M2) for spec in (case.a, case.b)):
-        return "needs float8 on both sides"
-    if case.a.format is case.b.format is E5M2:
-        return "one side must be e4m3"
+    verdict = accepts_float8(case.a, case.b)
+    if verdict is not True:
+        return verdict
     verdict = _both_plain(case)
     if verdict is not True:
         return verdict
     if case.device == "cpu":
         return "on a CPU it is slower than the float32 product of the codes, with the same sums"
-    if case.device != "cuda":
-        return f"torch._scaled_mm is not known to run on {case.device}"
-    if _cuda_capability() < (8, 9):
-        return f"float8 needs compute capability 8.9 or higher, this GPU has {_cuda_capability()}"
     rows = case.a.block is not None or case.b.block is not None
-    if rows and case.dtype is not torch.bfloat16:
-        return f"row scales need a bfloat16 result, this is {str(case.dtype).removeprefix('torch.')}"
-    return True
+    return LIMITS["rows" if rows else "tensor"].refuses(case.device, case.dtype) or True
 
 
 # Best first.
