@@ -42,28 +42,24 @@ def tuned(target: str) -> Iterator[Job]:
     import torch
 
     from pennyweight.kernels.triton import tiles
-    from pennyweight.kernels.triton.tuning import ROWS, shortlist
+    from pennyweight.kernels.triton.tuning import ROWS, choices
     from pennyweight.kernels.triton.weight_only import grid, static_of
 
     from .tune import SIZES
 
-    held = {scheme: _packed(scheme) for scheme in TUNED}
+    held = {scheme: _packed(scheme) for schemes, _ in TUNED.values() for scheme in schemes}
     for bucket, rows in ROWS.items():
-        for scheme, buckets in TUNED.items():
-            if bucket not in buckets:
-                continue
-            weight = held[scheme]
-            for n, k in SIZES:
-                static = static_of(weight.spec, (n, k), torch.bfloat16)
-                d, small, offset = static.decoding, static.small, static.offset
-                shipped = tiles.choose(target, "", d, bucket, small=small, offset=offset)
-                listed = shortlist(tiles.candidates(target, d, bucket, small=small, offset=offset), bucket)
-                for tile in dict.fromkeys([shipped, *listed]):
-                    for m in rows if tile is not None else ():
-                        assert tile is not None
-                        split = grid(static, m, tile, tiles.processors(target))[1]
-                        name = f"{scheme} {tile} split {split}"
-                        yield Job(name, partial(_compile, weight, static, tile, split))
+        wanted = [scheme for schemes, buckets in TUNED.values() if bucket in buckets for scheme in schemes]
+        for scheme, (n, k) in ((scheme, size) for scheme in wanted for size in SIZES):
+            static = static_of(held[scheme].spec, (n, k), torch.bfloat16)
+            shipped = tiles.choose(target, "", static.decoding, bucket, small=static.small)
+            listed = choices(tiles.candidates(target, static.decoding, bucket, small=static.small), bucket)
+            for tile in dict.fromkeys([shipped, *listed]):
+                for m in rows if tile is not None else ():
+                    assert tile is not None
+                    split = grid(static, m, tile, tiles.processors(target))[1]
+                    name = f"{scheme} {tile} split {split}"
+                    yield Job(name, partial(_compile, held[scheme], static, tile, split))
 
 
 def _packed(scheme: str) -> Any:

@@ -84,7 +84,7 @@ def tune(card: str, target: str, source: str, device: torch.device) -> str:
     from ..kernels.triton import tiles, weight_only
     from ..kernels.triton.timing import DeviceTimer
     from ..kernels.triton.tuning import ROWS as BUCKETS
-    from ..kernels.triton.tuning import fastest, shortlist
+    from ..kernels.triton.tuning import choices, fastest
 
     timer, end = DeviceTimer(str(device)), monotonic() + SECONDS
     lines: list[dict[str, Any]] = []
@@ -99,13 +99,13 @@ def tune(card: str, target: str, source: str, device: torch.device) -> str:
                     x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
                     products[f"{m} rows, {n}x{k}"] = [(x, w) for w in held]
             static = weight_only.static_of(weight.spec, (n, k), torch.bfloat16)
-            d, small, offset = static.decoding, static.small, static.offset
-            shipped = tiles.choose(target, "", d, bucket, small=small, offset=offset)
-            listed = shortlist(tiles.candidates(target, d, bucket, small=small, offset=offset), bucket)
+            d, small = static.decoding, static.small
+            shipped = tiles.choose(target, "", d, bucket, small=small)
+            listed = choices(tiles.candidates(target, d, bucket, small=small), bucket)
             found = fastest(listed, shipped, products, weight_only.prepared, timer, lambda: end - monotonic())
             lines.append(
                 {
-                    "device": card, "family": tiles.family(d, small=small, offset=offset), "m": bucket,
+                    "device": card, "family": tiles.family(d, small=small), "m": bucket,
                     "tile": None if found.tile is None else asdict(found.tile),
                     "source": source,
                 }
