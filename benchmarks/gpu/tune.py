@@ -1,7 +1,7 @@
 """Stage "tune": times candidate tiles of the weight-only kernel, per family of weights and bucket of rows.
 
-pennyweight/kernels/triton/tuning.py chooses. A line of tiles.json is for a family and a bucket, so its schemes and several
-sizes count together.
+pennyweight/kernels/triton/tuning.py chooses. A line of tiles.json is for a family and a bucket, so its schemes and
+several sizes count together.
 """
 
 from __future__ import annotations

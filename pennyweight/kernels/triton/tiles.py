@@ -158,10 +158,9 @@ def read(path: Path) -> list[Mapping[str, Any]]:
     return found
 
 
-def family(d: Decoding, *, small: bool, offset: bool = False) -> str:
-    """What tiles are measured for: "int4", "float8", "table4"; "-small" for groups of less than 64 columns, "-offset"
-    for weights with one."""
-    return f"{d.kind}{d.bits}{'-small' if small else ''}{'-offset' if offset else ''}"
+def family(d: Decoding, *, small: bool) -> str:
+    """What tiles are measured for: "int4", "float8", "table4", and "small" for groups of less than 64 columns."""
+    return f"{d.kind}{d.bits}{'-small' if small else ''}"
 
 
 @lru_cache(maxsize=4096)
@@ -170,8 +169,8 @@ def choose(target: str, device: str, d: Decoding, m: int, *, small: bool) -> Til
 
     device: name of the card, or "". A line for the card comes first, then one for its target, then the rule.
     """
-    names = dict.fromkeys((family(d, small=small, offset=offset), family(d, small=small)))
-    for key, value, name in ((*pair, name) for pair in (("device", device), ("target", target)) for name in names):
+    name = family(d, small=small)
+    for key, value in (("device", device), ("target", target)):
         for line in lines():
             if value and line.get(key) == value and line["family"] == name and line["m"] == m:
                 return None if line["tile"] is None else Tile(**line["tile"])
