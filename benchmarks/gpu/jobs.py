@@ -60,7 +60,8 @@ def _job(target: str, product: Product) -> Iterator[Job]:
     static = static_of(product.spec, (product.n, product.k), product.dtype)
     tile = product.tile
     if tile is None and not product.dequantized:
-        tile = tiles.choose(target, "", static.decoding, tiles.bucket(product.m), small=static.small)
+        bucket = tiles.bucket(product.m)
+        tile = tiles.choose(target, "", static.decoding, bucket, small=static.small, offset=static.offset)
     sizes = "".join("16"[n % 16 == 0] for n in (product.n, product.k, static.tiles)) + (
         "=1" if static.tiles == 1 else ""
     )

@@ -59,7 +59,8 @@ SCHEMES: dict[str, Callable[[], Any]] = {
 # Family of tiles -> schemes that share them, and buckets of rows. int4 has an offset per group, int4-symmetric has none
 _ALL = (16, 32, 64, 128, 256, 512, 1024, 4096)
 TUNED: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
-    "int4": (("int4", "int4-symmetric"), _ALL),
+    "int4-offset": (("int4",), _ALL),
+    "int4": (("int4-symmetric",), _ALL),
     "int8": (("int8",), _ALL),
     "int2": (("int2",), (16,)),
     "float8": (("float8",), (16, 64)),

@@ -44,14 +44,15 @@ def tune(ctx: Context, family: str, bucket: int) -> dict[str, Any]:
             weight = packed(ctx, scheme, n, k)
             held = weights.copies(ctx, weight)
             static = ctx.kernels.weight_only.static_of(weight.spec, (n, k), torch.bfloat16)
-            if tiles.family(static.decoding, small=static.small) != family:
-                raise ValueError(f"{scheme} is of family {tiles.family(static.decoding, small=static.small)}")
+            own = tiles.family(static.decoding, small=static.small, offset=static.offset)
+            if own != family:
+                raise ValueError(f"{scheme} is of family {own}")
             for rows in ROWS[bucket]:
                 m = rows if not ctx.dry else min(rows, 64)
                 pairs = list(zip(weights.inputs(ctx, m, k, len(held)), held, strict=True))
                 products[f"{scheme}, {m} rows, {n}x{k}"] = pairs
     assert static is not None
-    shipped = tiles.choose(target, "", static.decoding, bucket, small=static.small)
+    shipped = tiles.choose(target, "", static.decoding, bucket, small=static.small, offset=static.offset)
     listed = choices(tiles.candidates(target, static.decoding, bucket, small=static.small), bucket)
     found = fastest(listed, shipped, products, ctx.kernels.weight_only.prepared, ctx.timer, ctx.left)
     ctx.timer.release()

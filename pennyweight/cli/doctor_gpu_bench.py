@@ -99,13 +99,13 @@ def tune(card: str, target: str, source: str, device: torch.device) -> str:
                     x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
                     products[f"{m} rows, {n}x{k}"] = [(x, w) for w in held]
             static = weight_only.static_of(weight.spec, (n, k), torch.bfloat16)
-            d, small = static.decoding, static.small
-            shipped = tiles.choose(target, "", d, bucket, small=small)
+            d, small, offset = static.decoding, static.small, static.offset
+            shipped = tiles.choose(target, "", d, bucket, small=small, offset=offset)
             listed = choices(tiles.candidates(target, d, bucket, small=small), bucket)
             found = fastest(listed, shipped, products, weight_only.prepared, timer, lambda: end - monotonic())
             lines.append(
                 {
-                    "device": card, "family": tiles.family(d, small=small), "m": bucket,
+                    "device": card, "family": tiles.family(d, small=small, offset=offset), "m": bucket,
                     "tile": None if found.tile is None else asdict(found.tile),
                     "source": source,
                 }

@@ -47,7 +47,7 @@ def test_a_dry_run_has_every_stage(dry: Path) -> None:
     assert data["digest"] == {
         "pennyweight": digest(), "kernels": digest(KERNELS), "benchmarks": digest("benchmarks/gpu")
     }  # fmt: skip
-    tuned = data["stages"]["tune"]["cases"]["int4 m16"]
+    tuned = data["stages"]["tune"]["cases"]["int4-offset m16"]
     assert tuned["complete"]
     assert all("6 stages" in name for name in tuned["dropped"])  # those that dry.py refuses
     assert tuned["dropped"]

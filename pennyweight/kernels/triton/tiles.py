@@ -33,7 +33,7 @@ class Tile:
     w        words of each row and field per step: 2 w columns of each plane
     warps, stages  Triton's num_warps and num_stages
     before   whether scales per group are applied to weights, before the product, instead of to the sums of each group;
-             always with offsets, and in groups of less than 64 columns
+             always in groups of less than 64 columns
     """
 
     bm: int
@@ -158,19 +158,20 @@ def read(path: Path) -> list[Mapping[str, Any]]:
     return found
 
 
-def family(d: Decoding, *, small: bool) -> str:
-    """What tiles are measured for: "int4", "float8", "table4", and "small" for groups of less than 64 columns."""
-    return f"{d.kind}{d.bits}{'-small' if small else ''}"
+def family(d: Decoding, *, small: bool, offset: bool = False) -> str:
+    """What tiles are measured for: "int4", "float8", "table4"; "-small" for groups of less than 64 columns, "-offset"
+    for weights with one."""
+    return f"{d.kind}{d.bits}{'-small' if small else ''}{'-offset' if offset else ''}"
 
 
 @lru_cache(maxsize=4096)
-def choose(target: str, device: str, d: Decoding, m: int, *, small: bool) -> Tile | None:
+def choose(target: str, device: str, d: Decoding, m: int, *, small: bool, offset: bool = False) -> Tile | None:
     """The tile for a bucket m of rows; None: dequantize and multiply with torch.
 
     device: name of the card, or "". A line for the card comes first, then one for its target, then the rule.
     """
-    name = family(d, small=small)
-    for key, value in (("device", device), ("target", target)):
+    names = dict.fromkeys((family(d, small=small, offset=offset), family(d, small=small)))
+    for key, value, name in ((*pair, name) for pair in (("device", device), ("target", target)) for name in names):
         for line in lines():
             if value and line.get(key) == value and line["family"] == name and line["m"] == m:
                 return None if line["tile"] is None else Tile(**line["tile"])

@@ -146,7 +146,7 @@ def _options(static: Static, tile: Tile, parts: int, bias: bool) -> dict[str, An
         "G": g.size if g.small else 64, "WIDTH": g.width, "LOG": log.bit_length() - 1 if group else 0, "TILES": g.tiles,
         "HAS_Z": static.zero_point, "HAS_O": static.offset, "HAS_R": static.outer, "HAS_B": bias,
         "EVEN": static.k == static.tiles * static.columns, "T": tl.bfloat16 if static.dtype is torch.bfloat16 else tl.float16,
-        "BM": tile.bm, "BN": tile.bn, "W": tile.w, "SPLIT": parts, "BEFORE": group and (tile.before or g.small) or static.offset,
+        "BM": tile.bm, "BN": tile.bn, "W": tile.w, "SPLIT": parts, "BEFORE": (group and (tile.before or g.small)) or (static.offset and not group),
         "STAGES": tile.stages, "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
 
@@ -227,7 +227,7 @@ def bind_static(static: Static, spec: QuantSpec) -> Bound:
             return x.new_empty((*shape[:-1], n))
         bias = gate_gpu.vector(bias, "bias", n, floats, w.device)
         target, name, processors = _card(w.device)
-        tile = tiles.choose(target, name, static.decoding, tiles.bucket(m), small=static.small)
+        tile = tiles.choose(target, name, static.decoding, tiles.bucket(m), small=static.small, offset=static.offset)
         if tile is None:
             y = F.linear(rows, dequantize(w, static), None if bias is None else bias.to(dtype))
         else:

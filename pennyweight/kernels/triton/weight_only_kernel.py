@@ -217,6 +217,19 @@ def scaled(w, s):
         return narrow(widen(w) * widen(s), w.dtype)
 
 
+@triton.jit
+def scaled_plus(w, s, o, UNIT: tl.constexpr):
+    """w * s + o UNIT, rounded once to the dtype of w."""
+    if INTERPRET:
+        return narrow(widen(w) * widen(s) + widen(o) * UNIT, w.dtype)
+    elif s.dtype == w.dtype and o.dtype == w.dtype:
+        w, s = tl.broadcast(w, s)
+        w, o = tl.broadcast(w, o * tl.full((1, 1), UNIT, tl.float32).to(w.dtype))
+        return tl.fma(w, s, o)
+    else:
+        return narrow(widen(w) * widen(s) + widen(o) * UNIT, w.dtype)
+
+
 @triton.jit(do_not_specialize=["M"])
 def weight_only(
     x_ptr, w_ptr, s_ptr, z_ptr, o_ptr, t_ptr, r_ptr, b_ptr, y_ptr, part_ptr, lock_ptr, M, N, K, NT,
@@ -232,8 +245,8 @@ def weight_only(
     G        columns of a group; those of less than 64 need BEFORE and W = 32
     LOG      log2 of the parts that a tile's numbers are split into: of its groups, or of its planes if G < 64
     r        one number for all. HAS_Z, HAS_O, HAS_R, HAS_B: whether z, o, r, b are given
-    BEFORE   scales are applied to the weights, before the product (always with offsets), else to the sums of each
-             group or row
+    BEFORE   scales are applied to the weights, before the product (always with offsets per row), else to the
+             sums of each group or row
     W        words of each row and field that a step reads: 2 W columns of each plane
     NT       tiles of a row of tiles, of COLS columns each
     EVEN     whether K is NT * COLS
@@ -295,13 +308,20 @@ def weight_only(
                 w = numbers(words, t_ptr, g * SHARE + q, KIND, B0, B1, B2, COLS, ZERO, MANTISSA, UP, T)
                 if HAS_Z:
                     w = plus(w, narrow(z.to(tl.float32) * -UNIT, T))
-                if HAS_O:
-                    w = narrow(widen(w) * widen(s) + widen(o) * UNIT, T)  # rounded once
-                elif BEFORE:
-                    w = scaled(w, s)
+                if BEFORE:
+                    if HAS_O:
+                        w = scaled_plus(w, s, o, UNIT)
+                    else:
+                        w = scaled(w, s)
+                elif HAS_O:
+                    # the sum of the inputs of the group, by the matrix unit: an operand of ones takes no instructions
+                    ones = narrow(tl.full((BN, 2 * W), 1.0, tl.float32), T)
+                    total = dot(ones, x, tl.zeros((BN, BM), tl.float32) if q == 0 else total)
                 part = dot(w, x, part)
             if GROUPED and not BEFORE:
                 acc += part * widen(s)
+                if HAS_O:
+                    acc += total * (widen(o) * UNIT)
             else:
                 acc = part
     tiles = tl.num_programs(0) * tl.num_programs(2)
