@@ -13,7 +13,7 @@ from pennyweight.kernels.triton.timing import Timing
 
 from . import tune, weights
 from .peers import PEERS, Peer
-from .schemes import GOALS, TUNED, Goal
+from .schemes import GOALS, Goal
 from .stages import Case, Context
 
 _LAUNCH = (("int4", 1, 4096, 4096), ("int8", 1, 4096, 4096), ("float8-dynamic", 16, 4096, 4096))
@@ -71,7 +71,7 @@ def _both(visits: Sequence[Timing]) -> tuple[float, float]:
 
 
 def _tile(ctx: Context, goal: Goal) -> dict[str, Any] | None:
-    return tune.best(ctx, goal.scheme, goal.m) if goal.scheme in TUNED else None
+    return tune.best(ctx, goal.scheme, goal.m)
 
 
 def tuned(ctx: Context, goal: Goal) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class _WeightOnly:
 
     @staticmethod
     def prepared(x: Tensor, w: Any, bias: Tensor | None, tile: Any) -> Call:
-        if tile is not None and tile.bn == 256:
+        if tile is not None and tile.stages == 6:
             raise ValueError("a dry run drops this candidate")
         return partial(F.linear, x, w.dequantize(), bias)
 

@@ -1,13 +1,20 @@
-"""The kernels to compile for a target before a device is asked: those of the package, then the tiles to be tuned."""
+"""The kernels to compile for a target before a device is asked: those of the package, then what the stages will launch.
+
+A compiler takes a second for a kernel, and a stage that waits for five hundred of them measures nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
-from .schemes import SCHEMES, TUNED
+from .schemes import GOALS, SCHEMES, TUNED
+
+AHEAD = "pennyweight.kernels.triton.ahead"  # kernels(target): jobs of its own
 
 
 @dataclass(frozen=True)
@@ -18,80 +25,165 @@ class Job:
     compile: Callable[[str], Any]
 
 
+@dataclass(frozen=True)
+class Product:
+    """A launch of the weight-only kernel: what decides which compilation it needs.
+
+    dtypes  of the parts of the operand
+    m       rows of the input; tile: None for the one that the table of tiles gives
+    """
+
+    spec: Any
+    dtypes: tuple[Any, ...]
+    dtype: Any
+    m: int
+    n: int
+    k: int
+    bias: bool = False
+    tile: Any = None
+    dequantized: bool = False
+
+
 def jobs(target: str) -> list[Any]:
-    """All jobs, the most used first. Those of the same kernel are one."""
-    from pennyweight.kernels import triton
-
-    found: list[Any] = []
-    if list(triton.__path__) and _exists("pennyweight.kernels.triton.ahead"):
-        from importlib import import_module
-
-        found += list(import_module("pennyweight.kernels.triton.ahead").kernels(target))
-    found += tuned(target)
+    """All jobs, in the order of the stages. Launches of the same compilation are one."""
+    found: list[Any] = list(import_module(AHEAD).kernels(target)) if find_spec(AHEAD) is not None else []
+    launches = [*_layers(), *_self_test(), *_tuned(target), *_timed()]
+    found += [job for product in launches for job in _job(target, product)]
     return list({job.name: job for job in found}.values())
 
 
-def _exists(module: str) -> bool:
-    from importlib.util import find_spec
+def _job(target: str, product: Product) -> Iterator[Job]:
+    """Nothing for a product that dequantizes and does not ask for that kernel: torch multiplies."""
+    from pennyweight.kernels.triton import tiles
+    from pennyweight.kernels.triton.weight_only import _options, grid, static_of
 
-    return find_spec(module) is not None
+    static = static_of(product.spec, (product.n, product.k), product.dtype)
+    tile = product.tile
+    if tile is None and not product.dequantized:
+        bucket = tiles.bucket(product.m)
+        tile = tiles.choose(target, "", static.decoding, bucket, small=static.small, offset=static.offset)
+    sizes = "".join("16"[n % 16 == 0] for n in (product.n, product.k, static.tiles)) + (
+        "=1" if static.tiles == 1 else ""
+    )
+    what = f"{product.spec} {product.dtype} {sizes} {'whole' if static.k == static.tiles * static.columns else 'part'}"
+    if tile is None:
+        yield Job(f"dequantize {what}", partial(_dequantize, product, static))
+        return
+    split = grid(static, product.m, tile, tiles.processors(target))[1]
+    options = _options(static, tile, split, product.bias)
+    yield Job(f"{what} {tile} split {split}{' bias' * product.bias}", partial(_launch, product, static, options, split))
 
 
-def tuned(target: str) -> Iterator[Job]:
-    """The candidates of stage "tune" at its sizes."""
+def _launch(product: Product, static: Any, options: dict[str, Any], split: int, target: str) -> None:
+    """With the argument types of weight_only.launch; pointers are aligned to 16 bytes."""
     import torch
 
-    from pennyweight.kernels.triton import tiles
-    from pennyweight.kernels.triton.tuning import ROWS, shortlist
-    from pennyweight.kernels.triton.weight_only import grid, static_of
+    from pennyweight.kernels.triton.weight_only_kernel import weight_only
 
-    from .tune import SIZES
-
-    held = {scheme: _packed(scheme) for scheme in TUNED}
-    for bucket, rows in ROWS.items():
-        for scheme, buckets in TUNED.items():
-            if bucket not in buckets:
-                continue
-            weight = held[scheme]
-            for n, k in SIZES:
-                static = static_of(weight.spec, (n, k), torch.bfloat16)
-                d, small = static.decoding, static.small
-                shipped = tiles.choose(target, "", d, bucket, small=small, offset=static.offset)
-                listed = shortlist(tiles.candidates(target, d, bucket, small=small), bucket)
-                for tile in dict.fromkeys([shipped, *listed]):
-                    for m in rows if tile is not None else ():
-                        assert tile is not None
-                        split = grid(static, m, tile, tiles.processors(target))[1]
-                        name = f"{scheme} {tile} split {split}"
-                        yield Job(name, partial(_compile, weight, static, tile, split))
+    codes = product.dtypes[0]
+    weight_only.warmup(
+        product.dtype, *product.dtypes, product.dtype if product.bias else codes, product.dtype,
+        torch.float32 if split > 1 else codes, torch.int32 if split > 1 else codes, product.m, static.n, static.k,
+        static.tiles, **options, grid=(1,),
+    )  # fmt: skip
 
 
-def _packed(scheme: str) -> Any:
-    """A small weight of the scheme in layout "gpu": its spec, and the dtypes of its parts."""
+def _dequantize(product: Product, static: Any, target: str) -> None:
+    """With the arguments of weight_only.dequantize."""
+    import inspect
+
+    from pennyweight.kernels.triton.tiles import Tile
+    from pennyweight.kernels.triton.weight_only import _options
+    from pennyweight.kernels.triton.weight_only_kernel import dequantize
+
+    named = inspect.signature(dequantize.fn).parameters
+    options = {key: value for key, value in _options(static, Tile(16, 64, 32, 4, 2), 1, False).items() if key in named}
+    dequantize.warmup(*product.dtypes, product.dtype, static.n, static.k, **options, num_warps=4, grid=(1,))
+
+
+# -- what the stages launch --------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=32)
+def _scheme(name: str) -> tuple[Any, tuple[Any, ...]] | None:
+    """(spec in layout "gpu", dtypes of the operand's parts) of a scheme; None if the kernel does not read it."""
     import torch
     from torch import nn
 
     import pennyweight as pw
 
     layer = nn.Linear(1024, 128, bias=False, dtype=torch.bfloat16, device="cpu").requires_grad_(False)
-    pw.quantize_(layer, SCHEMES[scheme](), filter_fn=lambda module, name: True)
+    pw.quantize_(layer, SCHEMES[name](), filter_fn=lambda module, fqn: True)
     weight: Any = layer.weight.data
-    return weight.to_layout("gpu")
+    if weight.act is not None:
+        return None
+    weight = weight.to_layout("gpu")
+    return weight.spec, _dtypes(weight, torch.bfloat16)
 
 
-def _compile(weight: Any, static: Any, tile: Any, split: int, target: str) -> None:
-    """With the argument types of weight_only.launch: pointers are aligned to 16 bytes, sizes multiples of 16."""
+def _dtypes(weight: Any, dtype: Any) -> tuple[Any, ...]:
+    from pennyweight.kernels.triton.weight_only import operand, static_of
+
+    w = operand(static_of(weight.spec, tuple(weight.stored_shape), dtype), weight.spec, weight.parts)
+    return tuple(part.dtype for part in (w.codes, w.scale, w.zero_point, w.offset, w.table, w.outer))
+
+
+def _of(scheme: str, m: int, n: int, k: int, bias: bool = False, tile: Any = None) -> Iterator[Product]:
     import torch
 
-    from pennyweight.kernels.triton.weight_only import _options, operand, static_of
-    from pennyweight.kernels.triton.weight_only_kernel import weight_only
+    found = _scheme(scheme)
+    if found is not None:
+        yield Product(*found, torch.bfloat16, m, n, k, bias, tile)
 
-    small = static_of(weight.spec, tuple(weight.stored_shape), torch.bfloat16)
-    w = operand(small, weight.spec, weight.parts)
-    parts = [part.dtype for part in (w.codes, w.scale, w.zero_point, w.offset, w.table, w.outer)]
-    sums, locks = (torch.float32, torch.int32) if split > 1 else (torch.int32, torch.int32)
-    bf16 = torch.bfloat16
-    weight_only.warmup(
-        bf16, *parts, torch.int32, bf16, sums, locks, 1, static.n, static.k, static.tiles,
-        **_options(static, tile, split, False), grid=(1,),
-    )  # fmt: skip
+
+def _layers() -> Iterator[Product]:
+    from .conformance import ROWS, layer_size
+
+    for scheme in SCHEMES:
+        for m in ROWS:
+            yield from _of(scheme, m, *layer_size(scheme), bias=True)
+        yield from _of(scheme, ROWS[-1], *layer_size(scheme))
+
+
+def _self_test() -> Iterator[Product]:
+    import torch
+
+    from pennyweight.kernels.triton import self_test
+
+    for case in self_test.cases(full=True):
+        weight, _, bias = self_test._inputs(case, torch.device("cpu"))
+        dtypes, dequantized = _dtypes(weight, case.dtype), case.how == "dequantized"
+        shape = (int(n) for n in weight.stored_shape)
+        bound = Product(weight.spec, dtypes, case.dtype, case.m, *shape, bias is not None, dequantized=dequantized)
+        yield bound
+
+
+def _tuned(target: str) -> Iterator[Product]:
+    """The candidates of stage "tune" at its sizes."""
+    import torch
+
+    from pennyweight.kernels.triton import tiles
+    from pennyweight.kernels.triton.tuning import ROWS, choices
+    from pennyweight.kernels.triton.weight_only import static_of
+
+    from .tune import SIZES
+
+    for bucket, rows in ROWS.items():
+        for scheme in (s for schemes, buckets in TUNED.values() if bucket in buckets for s in schemes):
+            spec = (_scheme(scheme) or (None,))[0]
+            for n, k in SIZES if spec is not None else ():
+                static = static_of(spec, (n, k), torch.bfloat16)
+                for tile in choices(tiles.candidates(target, static.decoding, bucket, small=static.small), bucket):
+                    yield from (p for m in rows for p in _of(scheme, m, n, k, tile=tile))
+
+
+def _timed() -> Iterator[Product]:
+    """The shipped tiles at the sizes of "bench" and "model"."""
+    from .model import BATCHES, PREFILL, SHAPES, VARIANTS
+
+    for goal in GOALS:
+        yield from _of(goal.scheme, goal.m, goal.n, goal.k)
+    for scheme in VARIANTS[1:]:
+        for n, k in SHAPES:
+            for m in (*BATCHES, PREFILL):
+                yield from _of(scheme, m, n, k)

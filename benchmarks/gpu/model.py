@@ -20,6 +20,7 @@ from .stages import Case, Context
 LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, HEAD = 8, 4096, 32, 8, 14336, 128
 CONTEXT, PREFILL = 1024, 2048
 BATCHES = (1, 16, 64)
+SHAPES = ((HIDDEN, HIDDEN), (KV_HEADS * HEAD, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN))  # of its linear layers
 VARIANTS = ("bf16", "int4", "int8", "float8-dynamic", "int4-symmetric")
 _COMPILE_SECONDS = 120.0
 

@@ -56,9 +56,16 @@ SCHEMES: dict[str, Callable[[], Any]] = {
     "int8-dynamic": _config("Int8DynamicActivationInt8WeightConfig"),
     "w4a8": _config("Int8DynamicActivationInt4WeightConfig", group_size=128),
 }
-# Scheme whose tiles are tuned -> buckets of rows. int4 has an offset per group, int4-symmetric has none
+# Family of tiles -> schemes that share them, and buckets of rows. int4 has an offset per group, int4-symmetric has none
 _ALL = (16, 32, 64, 128, 256, 512, 1024, 4096)
-TUNED = {"int4": _ALL, "int4-symmetric": _ALL, "int8": _ALL, "int2": (16,), "float8": (16, 64), "nf4": (16, 64)}
+TUNED: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
+    "int4-offset": (("int4",), _ALL),
+    "int4": (("int4-symmetric",), _ALL),
+    "int8": (("int8",), _ALL),
+    "int2": (("int2",), (16,)),
+    "float8": (("float8",), (16, 64)),
+    "table4": (("nf4",), (16, 64)),
+}
 
 
 @dataclass(frozen=True)

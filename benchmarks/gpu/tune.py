@@ -1,6 +1,7 @@
-"""Stage "tune": times candidate tiles of the weight-only kernel, per scheme and bucket of rows.
+"""Stage "tune": times candidate tiles of the weight-only kernel, per family of weights and bucket of rows.
 
-pennyweight/kernels/triton/tuning.py chooses; a line of tiles.json is for a family and a bucket, so several sizes count.
+pennyweight/kernels/triton/tuning.py chooses. A line of tiles.json is for a family and a bucket, so its schemes and
+several sizes count together.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pennyweight.kernels.triton.tuning import ROWS, fastest, shortlist
+from pennyweight.kernels.triton.tuning import ROWS, choices, fastest
 
 from . import weights
 from .schemes import TUNED
@@ -23,44 +24,41 @@ _CASE_SECONDS = 90.0  # candidates may still have to be compiled
 
 
 def cases(ctx: Context) -> Iterator[Case]:
-    """The most used first: all schemes of one bucket before the next."""
+    """The most used first: all families of one bucket before the next."""
     for bucket in ROWS:
-        for scheme in TUNED:
-            if bucket in TUNED[scheme]:
-                yield Case(name_of(scheme, bucket), partial(tune, ctx, scheme, bucket), _CASE_SECONDS)
-
-
-def name_of(scheme: str, bucket: int) -> str:
-    return f"{scheme} m{bucket}"
+        for family, (_, buckets) in TUNED.items():
+            if bucket in buckets:
+                yield Case(f"{family} m{bucket}", partial(tune, ctx, family, bucket), _CASE_SECONDS)
 
 
 def target_of(ctx: Context) -> str:
     return str(ctx.results.value("facts", "machine", "target", "cuda:sm_90"))
 
 
-def tune(ctx: Context, scheme: str, bucket: int) -> dict[str, Any]:
+def tune(ctx: Context, family: str, bucket: int) -> dict[str, Any]:
     """Times of the candidates; "tile" is the line to ship, None for dequantizing."""
-    target = target_of(ctx)
+    tiles, target = ctx.kernels.tiles, target_of(ctx)
     products, static = {}, None
-    for n, k in SIZES:
-        n, k = ctx.size(n), ctx.size(k)
-        weight = packed(ctx, scheme, n, k)
-        held = weights.copies(ctx, weight)
-        static = ctx.kernels.weight_only.static_of(weight.spec, (n, k), torch.bfloat16)
-        for m in ROWS[bucket]:
-            m = m if not ctx.dry else min(m, 64)
-            products[f"{m} rows, {n}x{k}"] = list(zip(weights.inputs(ctx, m, k, len(held)), held, strict=True))
+    for scheme in TUNED[family][0]:
+        for n, k in ((ctx.size(n), ctx.size(k)) for n, k in SIZES):
+            weight = packed(ctx, scheme, n, k)
+            held = weights.copies(ctx, weight)
+            static = ctx.kernels.weight_only.static_of(weight.spec, (n, k), torch.bfloat16)
+            own = tiles.family(static.decoding, small=static.small, offset=static.offset)
+            if own != family:
+                raise ValueError(f"{scheme} is of family {own}")
+            for rows in ROWS[bucket]:
+                m = rows if not ctx.dry else min(rows, 64)
+                pairs = list(zip(weights.inputs(ctx, m, k, len(held)), held, strict=True))
+                products[f"{scheme}, {m} rows, {n}x{k}"] = pairs
     assert static is not None
-    small = static.small
-    tiles = ctx.kernels.tiles
-    shipped = tiles.choose(target, "", static.decoding, bucket, small=small, offset=static.offset)
-    candidates = shortlist(tiles.candidates(target, static.decoding, bucket, small=small), bucket)
-    found = fastest(candidates, shipped, products, ctx.kernels.weight_only.prepared, ctx.timer, ctx.left)
+    shipped = tiles.choose(target, "", static.decoding, bucket, small=static.small, offset=static.offset)
+    listed = choices(tiles.candidates(target, static.decoding, bucket, small=static.small), bucket)
+    found = fastest(listed, shipped, products, ctx.kernels.weight_only.prepared, ctx.timer, ctx.left)
     ctx.timer.release()
     order = sorted(found.rough, key=lambda tile: found.rough[tile].us)
     return {
-        "scheme": scheme, "m": bucket, "target": target, "tile": as_dict(found.tile), **found.timing.values(),
-        "family": tiles.family(static.decoding, small=small, offset=static.offset),
+        "family": family, "m": bucket, "target": target, "tile": as_dict(found.tile), **found.timing.values(),
         "shipped": as_dict(shipped), "shipped_us": found.shipped_us, "complete": found.complete,
         "candidates": [{"tile": str(tile), "us": round(found.rough[tile].us, 3)} for tile in order],
         "dropped": {str(tile): why for tile, why in found.dropped.items()},
@@ -79,6 +77,7 @@ def as_dict(tile: Any) -> dict[str, Any] | None:
 
 def best(ctx: Context, scheme: str, m: int) -> dict[str, Any] | None:
     """What this run has found for a scheme and rows: a case of the stage, if it has one."""
+    family = next((name for name, (schemes, _) in TUNED.items() if scheme in schemes), "")
     bucket = next((b for b in sorted(ROWS) if m <= b), max(ROWS))
-    found = ctx.results.cases("tune").get(name_of(scheme, bucket), {})
+    found = ctx.results.cases("tune").get(f"{family} m{bucket}", {})
     return found if "tile" in found else None

@@ -7,20 +7,18 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from .doctor_gpu_bench import SIZE, GpuTiming, products, quantized_weight, tune
 from .output import table
 
 if TYPE_CHECKING:
     import torch
 
-    from ..core.tensor import AffineQuantizedTensor
 
 # Short name of a config -> what it is on the page
 SCHEMES = {
     "int4": "int4 weights", "int8": "int8 weights", "float8": "float8 weights",
     "float8-dynamic": "float8 weights and inputs", "int8-dynamic": "int8 weights and inputs",
 }  # fmt: skip
-SIZE = 4096  # of the matrices that are timed
-ROWS = (1, 16, 256)
 _SMALL = 1024  # of those that choose a kernel
 
 
@@ -67,25 +65,6 @@ class GpuHealth:
         return "\n".join([*lines, "", *end])
 
 
-@dataclass(frozen=True)
-class GpuTiming:
-    """Microseconds of one product in a CUDA graph, quantized and in bfloat16. spread: of the noisier of the two."""
-
-    scheme: str
-    rows: int
-    microseconds: float
-    bf16_microseconds: float
-    spread: float
-    kernel: str
-
-    def cells(self) -> tuple[str, ...]:
-        ratio = self.bf16_microseconds / self.microseconds
-        return (
-            self.scheme, str(self.rows), f"{self.microseconds:.1f}", f"{self.bf16_microseconds:.1f}", f"{ratio:.2f}",
-            f"{self.spread:.0%}", self.kernel,
-        )  # fmt: skip
-
-
 def examine_gpu(device: str, with_bench: bool = False, with_tune: bool = False) -> GpuHealth:
     """Everything that was asked for. A missing device is a problem; a text that names no device is a ValueError."""
     import torch
@@ -106,7 +85,8 @@ def examine_gpu(device: str, with_bench: bool = False, with_tune: bool = False) 
         _prove(health, where)
         _schemes(health, where)
         if with_bench:
-            health.bench = [asdict(line) for line in _bench(health, where)]
+            for name in SCHEMES:
+                _bench(health, name, where)
         if with_tune:
             health.tiles = _tune(health, where)
     return health
@@ -181,7 +161,7 @@ def _prove(health: GpuHealth, device: torch.device) -> None:
     passed: dict[str, int] = {}
     failed: dict[str, list[str]] = {}
     for case in cases:
-        family = str(getattr(case, "family", case.name.split(" ")[0]))
+        family = case.name.partition(",")[0]
         try:
             why = self_test.run(case, device)
         except Exception as error:  # a compiler or a driver may raise anything; doctor must report it
@@ -215,51 +195,12 @@ def _schemes(health: GpuHealth, device: torch.device) -> None:
         health.schemes[name] = {"kernel": rows[runs][0], "note": "; ".join(refused[:2])}
 
 
-def quantized_weight(name: str, size: int, device: torch.device) -> AffineQuantizedTensor:
-    """As quantize_ leaves it in a linear layer."""
-    import torch
-    from torch import nn
-
-    from ..planning.configs.aliases import by_name
-    from ..quantize import quantize_
-
-    layer = nn.Linear(size, size, bias=False, device=device, dtype=torch.bfloat16).requires_grad_(False)
-    quantize_(layer, by_name(name), lambda module, fqn: True)
-    weight: Any = layer.weight.data
-    return weight
-
-
-# -- times -------------------------------------------------------------------------------------------------------------
-
-
-def copies(timer: Any, weight: Any) -> list[Any]:
-    return [weight, *(weight.clone() for _ in range(timer.copies(int(weight.nbytes)) - 1))]
-
-
-def _bench(health: GpuHealth, device: torch.device) -> list[GpuTiming]:
-    from functools import partial
-
-    import torch
-    from torch.nn import functional as F
-
-    from ..kernels.triton.timing import DeviceTimer
-
-    timer = DeviceTimer(str(device))
-    plain = torch.randn(SIZE, SIZE, device=device, dtype=torch.bfloat16) * SIZE**-0.5
-    floats = copies(timer, plain)
-    lines = []
-    for name in SCHEMES:
-        try:
-            held = copies(timer, quantized_weight(name, SIZE, device))
-            for rows in ROWS:
-                x = torch.randn(rows, SIZE, device=device, dtype=torch.bfloat16)
-                ours, theirs = (timer.time([partial(F.linear, x, w) for w in ws]) for ws in (held, floats))
-                spread = max(ours.spread, theirs.spread)
-                kernel = health.schemes[name]["kernel"]
-                lines.append(GpuTiming(name, rows, ours.us, theirs.us, spread, kernel))
-        except Exception as error:  # recorded; the other schemes go on
-            health.problems.append(f"timing {name}: {type(error).__name__}: {error}")
-    return lines
+def _bench(health: GpuHealth, scheme: str, device: torch.device) -> None:
+    kernel = health.schemes[scheme]["kernel"]
+    try:
+        health.bench += [asdict(line) for line in products(scheme, kernel, device)]
+    except Exception as error:  # recorded; the other schemes go on
+        health.problems.append(f"timing {scheme}: {type(error).__name__}: {error}")
 
 
 def _tune(health: GpuHealth, device: torch.device) -> str:
@@ -268,9 +209,8 @@ def _tune(health: GpuHealth, device: torch.device) -> str:
         health.problems.append("no tiles are chosen while something fails")
         return ""
     try:
-        from .doctor_tune import tune
-
-        return tune(health, device)
+        versions = f"pennyweight {health.versions['pennyweight']}, triton {health.versions['triton']}"
+        return tune(health.card, health.target, f"doctor --tune, {versions}, driver {health.driver}", device)
     except Exception as error:  # a device may fail in the middle
         health.problems.append(f"choosing tiles: {type(error).__name__}: {error}")
         return ""

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import workspace
+
 Call = Callable[[], Any]
 CACHES = 2.5  # the copies together, in sizes of the L2
 _GRAPH_US = 1500.0  # work in a graph: the gap between two replays is some microseconds
@@ -68,7 +70,7 @@ class DeviceTimer:
 
     def time(self, calls: Sequence[Call], samples: int = 7, sample_us: float = 3000.0, check: bool = True) -> Timing:
         """The time of one call, in the mean over ``calls``, which do the same with different copies."""
-        with torch.no_grad():
+        with torch.no_grad(), workspace.temporary_locks(self.device):
             eager = self._warm_up(calls)
             graph, outputs = self._capture(calls, 1)
             try:

@@ -15,7 +15,6 @@ from .timing import DeviceTimer, Timing, distance
 
 HYSTERESIS = 1.02  # a new tile must be 2 % faster than the shipped one, so that tables do not change with the noise
 FINALISTS = 3
-CANDIDATES = 14  # of a bucket: each is a kernel to compile, half a second
 _LIMIT = 1e-2  # relative distance from the dequantized product
 # Bucket of rows -> the rows that are timed; the geometric mean of their times decides. The most used first
 ROWS = {16: (1, 16), 64: (64,), 32: (32,), 256: (256,), 128: (128,), 512: (512,), 1024: (1024,), 4096: (4096,)}
@@ -39,22 +38,9 @@ class Tuned:
     complete: bool = True
 
 
-def shortlist(candidates: Sequence[Tile], m: int, limit: int = CANDIDATES) -> list[Choice]:
-    """The first candidate (the rule's), those that differ least from what is usual, and some of the others."""
-    few = m <= 32
-    early = not few or all(tile.before for tile in candidates)
-
-    def unusual(tile: Tile) -> int:
-        """0 for three or four stages, all rows in one program, scales applied late for few rows and early for many."""
-        odd = (tile.stages not in (3, 4)) + (tile.bm != min(m, 128)) + (tile.before is not early)
-        return odd + (tile.w != (32 if few else 16))
-
-    usual = sorted(candidates[1:], key=unusual)
-    near = [tile for tile in usual if unusual(tile) == 0][: limit // 2]
-    rest = [tile for tile in usual if tile not in near]
-    count = max(0, limit - len(near) - 1)
-    some = [rest[i * len(rest) // count] for i in range(min(count, len(rest)))]
-    return list(dict.fromkeys([*candidates[:1], *near, *some, *([None] if m >= _DEQUANTIZED_FROM else [])]))
+def choices(candidates: Sequence[Tile], m: int) -> list[Choice]:
+    """The candidates for a bucket of rows, and for many rows to dequantize instead."""
+    return [*candidates, *([None] if m >= _DEQUANTIZED_FROM else [])]
 
 
 def fastest(

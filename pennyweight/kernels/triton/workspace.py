@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -45,3 +47,20 @@ def locks(count: int, device: torch.device) -> Tensor:
         held = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
         _STREAMS[index, stream] = held
     return held
+
+
+@contextmanager
+def temporary_locks(device: torch.device) -> Iterator[None]:
+    """Locks that captures in this context take are free again after it: for graphs that are gone by then, as those that
+    are timed. A thousand of them would use up what is there, and each later call would zero its locks in a kernel."""
+    if device.type != "cuda":
+        yield
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    taken = _CAPTURED[index][1] if index in _CAPTURED else 0
+    try:
+        yield
+    finally:
+        with _GUARD:
+            if index in _CAPTURED:
+                _CAPTURED[index] = (_CAPTURED[index][0], taken)
