@@ -6,6 +6,7 @@ A compiler takes a second for a kernel, and a stage that waits for five hundred 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
@@ -55,7 +56,7 @@ def jobs(target: str) -> list[Any]:
 def _job(target: str, product: Product) -> Iterator[Job]:
     """Nothing for a product that dequantizes and does not ask for that kernel: torch multiplies."""
     from pennyweight.kernels.triton import tiles
-    from pennyweight.kernels.triton.weight_only import _options, grid, static_of
+    from pennyweight.kernels.triton.weight_only import grid, static_of
 
     static = static_of(product.spec, (product.n, product.k), product.dtype)
     tile = product.tile
@@ -70,35 +71,64 @@ def _job(target: str, product: Product) -> Iterator[Job]:
         yield Job(f"dequantize {what}", partial(_dequantize, product, static))
         return
     split = grid(static, product.m, tile, tiles.processors(target))[1]
-    options = _options(static, tile, split, product.bias)
-    yield Job(f"{what} {tile} split {split}{' bias' * product.bias}", partial(_launch, product, static, options, split))
+    name = f"{what} {tile} split {split}{' bias' * product.bias}"
+    yield Job(name, partial(_launch, product, static, tile, tiles.processors(target)))
 
 
-def _launch(product: Product, static: Any, options: dict[str, Any], split: int, target: str) -> None:
-    """With the argument types of weight_only.launch; pointers are aligned to 16 bytes."""
+class Compiles:
+    """In place of a kernel: a launch compiles it for the dtypes of its tensors, and runs nothing."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        def warmup(*args: Any, **options: Any) -> Any:
+            plain = [getattr(arg, "dtype", arg) for arg in args]  # pointers count as aligned to 16 bytes
+            return self.kernel.warmup(*plain, grid=(1,), **options)
+
+        return warmup
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """The package's own launchers compile: their arguments are not written a second time here."""
+    from pennyweight.kernels.triton import weight_only_kernel as kernels
+
+    real = {name: getattr(kernels, name) for name in ("weight_only", "dequantize")}
+    try:
+        for name, kernel in real.items():
+            setattr(kernels, name, Compiles(kernel))
+        yield
+    finally:
+        for name, kernel in real.items():
+            setattr(kernels, name, kernel)
+
+
+def _operand(product: Product) -> Any:
     import torch
 
-    from pennyweight.kernels.triton.weight_only_kernel import weight_only
+    from pennyweight.kernels.triton.weight_only import Operand
 
-    codes = product.dtypes[0]
-    weight_only.warmup(
-        product.dtype, *product.dtypes, product.dtype if product.bias else codes, product.dtype,
-        torch.float32 if split > 1 else codes, torch.int32 if split > 1 else codes, product.m, static.n, static.k,
-        static.tiles, **options, grid=(1,),
-    )  # fmt: skip
+    parts = (torch.empty(1, dtype=dtype, device="meta") for dtype in product.dtypes)
+    return Operand(*parts, None, torch.device("meta"))
+
+
+def _launch(product: Product, static: Any, tile: Any, processors: int, target: str) -> None:
+    import torch
+
+    from pennyweight.kernels.triton.weight_only import launch
+
+    x = torch.empty(product.m, product.k, dtype=product.dtype, device="meta")
+    bias = torch.empty(product.n, dtype=product.dtype, device="meta") if product.bias else None
+    with _compiling():
+        launch(x, _operand(product), bias, static, tile, processors)
 
 
 def _dequantize(product: Product, static: Any, target: str) -> None:
-    """With the arguments of weight_only.dequantize."""
-    import inspect
+    from pennyweight.kernels.triton.weight_only import dequantize
 
-    from pennyweight.kernels.triton.tiles import Tile
-    from pennyweight.kernels.triton.weight_only import _options
-    from pennyweight.kernels.triton.weight_only_kernel import dequantize
-
-    named = inspect.signature(dequantize.fn).parameters
-    options = {key: value for key, value in _options(static, Tile(16, 64, 32, 4, 2), 1, False).items() if key in named}
-    dequantize.warmup(*product.dtypes, product.dtype, static.n, static.k, **options, num_warps=4, grid=(1,))
+    with _compiling():
+        dequantize(_operand(product), static)
 
 
 # -- what the stages launch --------------------------------------------------------------------------------------------
