@@ -48,7 +48,7 @@ class Product:
 def jobs(target: str) -> list[Any]:
     """All jobs, in the order of the stages. Launches of the same compilation are one."""
     found: list[Any] = list(import_module(AHEAD).kernels(target)) if find_spec(AHEAD) is not None else []
-    launches = [*_layers(), *_self_test(), *_tuned(target), *_timed()]
+    launches = [*_self_test(), *_layers(), *_tuned(target), *_timed()]
     found += [job for product in launches for job in _job(target, product)]
     return list({job.name: job for job in found}.values())
 

@@ -75,7 +75,7 @@ def cases(ctx: Context) -> Iterator[Case]:
     if ctx.dry:
         return  # Inductor needs a C compiler
     for variant in ("bf16", "int4"):
-        if ctx.left() > 30:  # otherwise it would be cut off, and take the worker with it
+        if ctx.left() > 45:  # otherwise it would be cut off, and take the worker with it
             yield Case(f"{variant} batch 1 compiled", partial(decode, ctx, variant, 1, True), _COMPILE_SECONDS)
 
 

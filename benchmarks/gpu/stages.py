@@ -28,10 +28,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Stage:
-    """seconds: its share of a budget of 480; what an earlier stage leaves is added."""
+    """Cases in the order of their importance: time may end."""
 
     name: str
-    seconds: float
     cases: Callable[[Context], Iterable[Case]]
 
 
@@ -62,22 +61,25 @@ class Context:
         return max(64, n // self.shrink)
 
 
+# Name -> seconds of a budget of 480, the start and the report aside. Data, so that the parent needs no torch
+SHARES = {"facts": 25, "compile": 35, "conformance": 90, "tune": 110, "bench": 105, "model": 75, "ncu": 30}
+NAMES = tuple(SHARES)
+SECONDS = 480.0
+
+
 def stages() -> tuple[Stage, ...]:
     from . import bench, conformance, facts, model, ncu, tune
 
-    return (
-        Stage("facts", 25, facts.cases),
-        Stage("compile", 35, lambda ctx: ()),  # prepare.py: other processes, while facts run
-        Stage("conformance", 90, conformance.cases),
-        Stage("tune", 110, tune.cases),
-        Stage("bench", 105, bench.cases),
-        Stage("model", 75, model.cases),
-        Stage("ncu", 30, ncu.cases),
-    )
-
-
-NAMES = ("facts", "compile", "conformance", "tune", "bench", "model", "ncu")
-SECONDS = 480.0  # what the shares and the report at the end add up to
+    made: dict[str, Callable[[Context], Iterable[Case]]] = {
+        "facts": facts.cases,
+        "compile": lambda ctx: (),  # prepare.py: other processes, beside facts and conformance
+        "conformance": conformance.cases,
+        "tune": tune.cases,
+        "bench": bench.cases,
+        "model": model.cases,
+        "ncu": ncu.cases,
+    }
+    return tuple(Stage(name, made[name]) for name in NAMES)
 
 
 def run_stage(stage: Stage, ctx: Context, deadline: float) -> None:

@@ -19,7 +19,8 @@ import torch
 from benchmarks.gpu import collect, ncu, page, report, run, stages
 from benchmarks.gpu.dry import TROUBLE
 from benchmarks.gpu.results import KERNELS, ROOT, Results, commit_of, digest, read, write_json
-from pennyweight.kernels.triton import timing
+from pennyweight.kernels.triton import timing, tuning
+from pennyweight.kernels.triton.tiles import Tile
 
 SCRIPT = ROOT / "scripts" / "gpu"
 
@@ -140,7 +141,7 @@ def test_deadlines_and_recorded_errors(tmp_path: Path, capsys: pytest.CaptureFix
     timer = SimpleNamespace(synchronize=lambda: None, release=lambda: None)
     ctx = stages.Context(results, "cpu", timer, SimpleNamespace())
     cases = [stages.Case(f.__name__, f) for f in (works, fails, late)] + [stages.Case("never", works)]
-    stage = stages.Stage("one", 10, lambda ctx: cases)
+    stage = stages.Stage("one", lambda ctx: cases)
     stages.run_stage(stage, ctx, time.time() + 60)
     found = read(tmp_path)["stages"]["one"]
     assert found["status"] == "out of time"
@@ -151,7 +152,7 @@ def test_deadlines_and_recorded_errors(tmp_path: Path, capsys: pytest.CaptureFix
     stages.run_stage(stage, ctx, time.time() + 60)  # as after a restart: what is recorded does not run again
     assert ran == ["works", "works"]
     assert results.stage("one")["status"] == "failed"
-    stages.run_stage(stages.Stage("two", 1, lambda ctx: 1 / 0), ctx, time.time() + 60)  # type: ignore[arg-type]
+    stages.run_stage(stages.Stage("two", lambda ctx: 1 / 0), ctx, time.time() + 60)  # type: ignore[arg-type]
     assert results.stage("two")["note"] == "ZeroDivisionError: division by zero"
     assert "no such tile" in capsys.readouterr().out
 
@@ -161,7 +162,8 @@ def test_deadlines_fill_the_budget() -> None:
     assert list(deadlines) == list(stages.NAMES)
     assert deadlines["ncu"] == pytest.approx(1470.0)
     assert list(deadlines.values()) == sorted(deadlines.values())
-    assert sum(stage.seconds for stage in stages.stages()) <= stages.SECONDS
+    assert sum(stages.SHARES.values()) <= stages.SECONDS
+    assert tuple(stage.name for stage in stages.stages()) == stages.NAMES
 
 
 # -- the timer, with a device of a few lines ---------------------------------------------------------------------------
@@ -264,6 +266,39 @@ def test_a_capture_that_fails_raises_its_own_error(timer: timing.DeviceTimer) ->
     with pytest.raises(ValueError, match="not in a graph"):
         timer.time([refuses])
     assert Graph.recording is None
+
+
+# -- choosing a tile ---------------------------------------------------------------------------------------------------
+
+
+def tiles_timed(us: dict[int, float], wrong: int = 0, seconds: float = 1.0) -> tuning.Tuned:
+    """Tiles of bn -> microseconds; the shipped one is 64. One computes wrong values; time may end."""
+    w, x = torch.randn(8, 4), torch.randn(2, 4)
+    weight = SimpleNamespace(dequantize=lambda: w)
+    clock = iter([seconds] * 2 + [seconds if seconds > 0.5 else 0.0] * 100)
+
+    def prepare(x: torch.Tensor, weight: Any, bias: Any, tile: Any) -> Any:
+        call = lambda: x @ w.t() * (2 if tile.bn == wrong else 1)  # noqa: E731
+        call.us = us[tile.bn]  # type: ignore[attr-defined]
+        return call
+
+    timer = SimpleNamespace(
+        time=lambda calls, samples, check: timing.Timing(calls[0].us, 0.01, samples, 1), synchronize=lambda: None
+    )
+    made = {bn: Tile(16, bn, 32, 4, 3) for bn in us}
+    products: Any = {"one": [(x, weight)]}
+    return tuning.fastest(list(made.values()), made[64], products, prepare, timer, lambda: next(clock))  # type: ignore[arg-type]
+
+
+def test_a_new_tile_must_be_clearly_faster_and_right() -> None:
+    assert tiles_timed({64: 10.0, 128: 9.9}).tile.bn == 64  # type: ignore[union-attr]
+    found = tiles_timed({64: 10.0, 128: 9.0, 256: 1.0}, wrong=256)
+    assert (found.tile.bn, found.timing.us, found.shipped_us, found.complete) == (128, 9.0, 10.0, True)  # type: ignore[union-attr]
+    (why,) = found.dropped.values()
+    assert why.startswith("ValueError: one: differs by 1.00e+00 from the dequantized product")
+    late = tiles_timed({64: 10.0, 128: 9.0, 256: 1.0}, seconds=0.1)
+    assert not late.complete
+    assert late.tile.bn == 128  # type: ignore[union-attr]
 
 
 # -- checking in -------------------------------------------------------------------------------------------------------
