@@ -20,8 +20,8 @@ from .cpu import embedding as cpu_embedding
 from .cpu import experts as cpu_experts
 from .cpu import float_linear as cpu_float_linear
 from .cpu import int_linear as cpu_int_linear
-from .triton import weight_only as triton_weight_only
 from .table import Case, Explanation, Kernel, explain, explain_case, get_kernel, kernels, register_kernel, select
+from .triton import weight_only as triton_weight_only
 
 __all__ = [
     "Case",

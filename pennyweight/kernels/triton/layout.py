@@ -20,7 +20,22 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.formats import E2M1, E2M3, E3M1, E4M3, E8M0, INT4, INT5, INT7, INT8, UINT3, UINT4
+from ...core.formats import (
+    E2M1,
+    E2M3,
+    E3M1,
+    E4M3,
+    E8M0,
+    INT2,
+    INT4,
+    INT5,
+    INT6,
+    INT7,
+    INT8,
+    UINT1,
+    UINT3,
+    UINT4,
+)
 from ...core.layouts import Layout, register_layout
 from ...core.numerics import Parts
 from ...core.spec import SPECS, TENSOR, QuantSpec
@@ -276,8 +291,10 @@ def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
 _MORE = (
     QuantSpec(INT4, (1024,), scale=torch.bfloat16), QuantSpec(UINT4, (192,), mid=8, scale=torch.float16),
     QuantSpec(INT8, (16, 64)), QuantSpec(UINT3, (64,), zero_point=True, scale=torch.bfloat16), QuantSpec(INT5, (-1,)),
-    QuantSpec(UINT4, (32,), scale=torch.bfloat16, offset=torch.bfloat16), QuantSpec(E2M3, None), QuantSpec(INT7, (128,)),
-    QuantSpec(E3M1, (64,), scale=QuantSpec(E8M0, (1,), scale=None)), QuantSpec(E2M1, (16,), scale=QuantSpec(E4M3, TENSOR)),
+    QuantSpec(UINT4, (32,), scale=torch.bfloat16, offset=torch.bfloat16), QuantSpec(E2M3, None),
+    QuantSpec(UINT4, (64,), mid=8, offset=torch.float32), QuantSpec(INT7, (128,)), QuantSpec(INT2, (128,)),
+    QuantSpec(E3M1, (64,), scale=QuantSpec(E8M0, (1,), scale=None)), QuantSpec(INT6, (64,), scale=torch.float16),
+    QuantSpec(E2M1, (16,), scale=QuantSpec(E4M3, TENSOR)), QuantSpec(UINT1, (64,), mid=1, scale=torch.bfloat16),
 )  # fmt: skip
 _EXAMPLES = tuple(
     (spec, shape)

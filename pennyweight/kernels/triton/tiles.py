@@ -74,14 +74,13 @@ def by_rule(target: str, d: Decoding, m: int, *, small: bool) -> Tile:
     weights are operand A of the matrix unit, so 64 rows of them are one warp group.
     """
     bm = min(bucket(m), 128)
-    bn, warps = (64, 4) if bm <= 64 else (128, 8)
     limit = shared_memory(target)
-    tile = Tile(bm, bn, 32, warps, 2, bm > 64)
-    for w in (32,) if small else (32, 16, 8):
+    tile = Tile(bm, 64, 32, 4, 2, bm > 64)
+    for w in (32,) if small else (32, 16, 8) if bm <= 64 else (16, 8):
         tile = replace(tile, w=w)
         fit = limit // 2 // step_bytes(d, tile)
         if fit >= 2 or (fit and w == 8):
-            return replace(tile, stages=min(4, fit + 1))
+            return replace(tile, stages=min(4 if bm <= 64 else 3, fit + 1))
     fit = max(1, limit // step_bytes(d, tile))
     while fit < 2 and tile.bm > 16:  # a step of 32 words is required: fewer rows
         tile = replace(tile, bm=tile.bm // 2)
@@ -96,12 +95,12 @@ _FEW = (
     (128, 32, 4, 3, False), (64, 16, 4, 6, False), (64, 32, 4, 2, False),
 )  # fmt: skip
 _SOME = (
-    (64, 32, 4, 3, False), (64, 32, 4, 2, False), (64, 32, 4, 3, True), (128, 32, 8, 3, False), (128, 32, 8, 2, False),
-    (128, 16, 8, 4, True), (64, 16, 4, 4, False), (128, 32, 8, 2, True),
+    (64, 32, 4, 3, False), (64, 32, 4, 2, False), (64, 32, 4, 3, True), (128, 32, 8, 3, False), (128, 16, 8, 4, True),
+    (64, 16, 4, 4, False), (64, 32, 4, 4, False), (64, 16, 4, 4, True),
 )  # fmt: skip
 _MANY = (
-    (128, 16, 8, 3, True), (128, 32, 8, 2, True), (256, 16, 8, 2, True), (256, 16, 8, 3, True), (128, 16, 8, 2, True),
-    (64, 16, 4, 3, True), (64, 32, 4, 2, True), (128, 16, 8, 4, True), (256, 32, 8, 2, True),
+    (64, 16, 4, 3, True), (128, 16, 8, 3, True), (128, 16, 8, 2, True), (256, 16, 8, 3, True), (64, 16, 4, 2, True),
+    (64, 32, 4, 2, True), (128, 32, 8, 2, True), (128, 32, 8, 3, True), (256, 32, 8, 2, True),
 )  # fmt: skip
 
 

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core import blocks
-from ...core.formats import E8M0
+from ...core.formats import E8M0, Format
 from ...core.numerics import Parts
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from ...core.tracing import is_observed
+from ...core.tracing import is_observed, plain_tensors
 from .. import gate_gpu
 from ..table import Bound, Case, Kernel, register_kernel
 from ..target import target_of
@@ -83,7 +83,18 @@ def static_of(spec: QuantSpec, shape: tuple[int, ...], dtype: torch.dtype) -> St
     if isinstance(spec.scale, QuantSpec):
         kind = "e8m0" if spec.scale.format is E8M0 else "e4m3"
         outer = spec.scale.scale is not None
-    return Static(shape[0], shape[1], -(-whole[1] // columns(d)), d, g, kind, bool(spec.zero_point), spec.offset is not None, outer, dtype)
+    return Static(
+        shape[0],
+        shape[1],
+        -(-whole[1] // columns(d)),
+        d,
+        g,
+        kind,
+        bool(spec.zero_point),
+        spec.offset is not None,
+        outer,
+        dtype,
+    )
 
 
 def table_words(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -91,6 +102,13 @@ def table_words(values: Tensor, dtype: torch.dtype) -> Tensor:
     rounded = torch.zeros(16, dtype=dtype, device=values.device)
     rounded[: values.numel()] = values.reshape(-1).to(dtype)
     return rounded.view(torch.uint8).reshape(16, 2).t().contiguous().reshape(-1).view(torch.int32)
+
+
+@lru_cache(maxsize=256)
+def _fixed_table(f: Format, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The table of a format; kept, because a copy to the device cannot be captured in a graph."""
+    with plain_tensors():
+        return table_words(torch.tensor(f.values, dtype=torch.float32, device=device), dtype)
 
 
 def operand(static: Static, spec: QuantSpec, parts: Any) -> Operand:
@@ -110,7 +128,9 @@ def operand(static: Static, spec: QuantSpec, parts: Any) -> Operand:
     scale = zero = offset = outer = table = codes
     above = parts.scale.parts if isinstance(parts.scale, AffineQuantizedTensor) else parts.scale
     if isinstance(above, Parts):
-        scale = numbers(above.codes, "scale", (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu)).view(torch.uint8)
+        scale = numbers(above.codes, "scale", (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu)).view(
+            torch.uint8
+        )
         if static.outer:
             outer = gate_gpu.aligned(above.scale.reshape(-1), "scale of the scales", torch.float32, (1,), device)
     elif g.kind == "tensor":
@@ -122,10 +142,8 @@ def operand(static: Static, spec: QuantSpec, parts: Any) -> Operand:
     if static.offset:
         offset = numbers(parts.offset, "offset", floats)
     if d.kind == "table":
-        values = parts.table
-        if values is None:
-            values = torch.tensor(spec.format.values, dtype=torch.float32, device=device)
-        table = table_words(values, static.dtype)
+        fixed = parts.table is None
+        table = _fixed_table(spec.format, static.dtype, device) if fixed else table_words(parts.table, static.dtype)
     return Operand(codes, scale, zero, offset, table, outer, parts.perm, device)
 
 
@@ -139,15 +157,16 @@ def _options(static: Static, tile: Tile, parts: int, bias: bool) -> dict[str, An
     planes = static.columns // 64
     log = planes if g.small else g.width
     group = g.kind == "group"
+    before = tile.before or g.small if group else static.offset
+    dtype = tl.bfloat16 if static.dtype is torch.bfloat16 else tl.float16
     return {
         "KIND": d.kind, "B0": b0, "B1": b1, "B2": b2, "COLS": static.columns, "ZERO": float(d.zero),
         "MANTISSA": d.mantissa, "UP": d.up(static.dtype) if d.kind == "float" else 1.0,
         "SCALE": g.kind if g.kind in ("row", "group") else "none", "SKIND": static.scale_kind,
         "G": g.size if g.small else 64, "WIDTH": g.width, "LOG": log.bit_length() - 1 if group else 0, "TILES": g.tiles,
         "HAS_Z": static.zero_point, "HAS_O": static.offset, "HAS_R": static.outer, "HAS_B": bias,
-        "EVEN": static.k == static.tiles * static.columns, "T": tl.bfloat16 if static.dtype is torch.bfloat16 else tl.float16,
-        "BM": tile.bm, "BN": tile.bn, "W": tile.w, "SPLIT": parts, "BEFORE": (group and (tile.before or g.small)) or (static.offset and not group),
-        "STAGES": tile.stages, "num_warps": tile.warps, "num_stages": tile.stages,
+        "EVEN": static.k == static.tiles * static.columns, "T": dtype, "BM": tile.bm, "BN": tile.bn, "W": tile.w,
+        "SPLIT": parts, "BEFORE": before, "STAGES": tile.stages, "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
 
 
@@ -170,8 +189,8 @@ def launch(x: Tensor, w: Operand, bias: Tensor | None, static: Static, tile: Til
         sums = workspace.parts(size[0] * size[1] * size[2] * tile.bm * tile.bn, x.device)
         locks = workspace.locks(size[0] * size[2], x.device)
     weight_only[size](
-        x, w.codes, w.scale, w.zero_point, w.offset, w.table, w.outer, w.codes if bias is None else bias, y, sums, locks,
-        m, static.n, static.k, static.tiles, **_options(static, tile, size[1], bias is not None),
+        x, w.codes, w.scale, w.zero_point, w.offset, w.table, w.outer, w.codes if bias is None else bias, y, sums,
+        locks, m, static.n, static.k, static.tiles, **_options(static, tile, size[1], bias is not None),
     )  # fmt: skip
     return y
 
@@ -246,9 +265,7 @@ def run_tile(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None, tile: Til
     return launch(x, held, bias, static, tile, _card(x.device)[2])
 
 
-def prepared(
-    x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None, tile: Tile | None
-) -> Callable[[], Tensor]:
+def prepared(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None, tile: Tile | None) -> Callable[[], Tensor]:
     """As :func:`run_tile`, with all checks done before: a function that only launches."""
     static = static_of(w.spec, tuple(w.stored_shape), x.dtype)
     held, processors = operand(static, w.spec, w.parts), _card(x.device)[2]

@@ -145,8 +145,10 @@ def piece(words, FIRST: tl.constexpr, P: tl.constexpr, B: tl.constexpr, AT: tl.c
 
 
 @triton.jit
-def numbers(words, t_ptr, P: tl.constexpr, KIND: tl.constexpr, B0: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr,
-            COLS: tl.constexpr, ZERO: tl.constexpr, MANTISSA: tl.constexpr, UP: tl.constexpr, T: tl.constexpr):  # fmt: skip
+def numbers(
+    words, t_ptr, P: tl.constexpr, KIND: tl.constexpr, B0: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr,
+    COLS: tl.constexpr, ZERO: tl.constexpr, MANTISSA: tl.constexpr, UP: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
     """The numbers of plane P of a tile, [R, 2 W]; kind "int" in bfloat16 times 2**-6."""
     if KIND == "table":
         return table_plane(tl.load(words), P, t_ptr, T)
@@ -287,7 +289,9 @@ def weight_only(
         tile = at + (kt // TILES) * (64 * WIDTH)
         for g in tl.static_range(PLANES // SHARE):
             if GROUPED:
-                s = group_numbers(spread(column(tl.load(s_ptr + tile), g, WIDTH, LOG), SMALL, WIDTH >> LOG, G), SKIND, T)
+                s = group_numbers(
+                    spread(column(tl.load(s_ptr + tile), g, WIDTH, LOG), SMALL, WIDTH >> LOG, G), SKIND, T
+                )
                 if HAS_Z:
                     z = spread(column(tl.load(z_ptr + tile), g, WIDTH, LOG), SMALL, WIDTH >> LOG, G)
                 if HAS_O:
@@ -385,7 +389,9 @@ def dequantize(
             if HAS_Z:
                 z = spread(column(tl.load(z_ptr + tile), q // SHARE, WIDTH, LOG), SMALL, WIDTH >> LOG, G)
                 w = w - z.to(tl.float32)
-            s = group_numbers(spread(column(tl.load(s_ptr + tile), q // SHARE, WIDTH, LOG), SMALL, WIDTH >> LOG, G), SKIND, T)
+            s = group_numbers(
+                spread(column(tl.load(s_ptr + tile), q // SHARE, WIDTH, LOG), SMALL, WIDTH >> LOG, G), SKIND, T
+            )
             w = w * widen(s)
             if HAS_O:
                 w = w + widen(spread(column(tl.load(o_ptr + tile), q // SHARE, WIDTH, LOG), SMALL, WIDTH >> LOG, G))
