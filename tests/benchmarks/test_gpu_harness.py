@@ -19,7 +19,7 @@ import torch
 from benchmarks.gpu import collect, ncu, page, report, run, stages
 from benchmarks.gpu.dry import TROUBLE
 from benchmarks.gpu.results import KERNELS, ROOT, Results, commit_of, digest, read, write_json
-from pennyweight.kernels.triton import timing, tuning
+from pennyweight.kernels.triton import timing, tuning, workspace
 from pennyweight.kernels.triton.tiles import Tile
 
 SCRIPT = ROOT / "scripts" / "gpu"
@@ -226,9 +226,9 @@ class Stream:
 @pytest.fixture
 def timer(monkeypatch: pytest.MonkeyPatch) -> timing.DeviceTimer:
     cuda = SimpleNamespace(
-        get_device_properties=lambda device: SimpleNamespace(L2_cache_size=50 << 20), Stream=Stream, Event=Event,
+        get_device_properties=lambda device: SimpleNamespace(L2_cache_size=50 << 20, total_memory=80 << 30), Stream=Stream, Event=Event,
         CUDAGraph=Graph, synchronize=lambda device=None: None, stream=lambda stream: stream,
-        current_stream=lambda device=None: Stream(), empty_cache=lambda: None,
+        current_stream=lambda device=None: Stream(), empty_cache=lambda: None, memory_reserved=lambda device: 50 << 30,
     )  # fmt: skip
     monkeypatch.setattr(timing.torch, "cuda", cuda)
     return timing.DeviceTimer("cpu")
@@ -255,6 +255,18 @@ def test_the_timer_rotates_poisons_and_takes_the_median(timer: timing.DeviceTime
         timer.time([op(1.0), op(2.0, fails_in_graph=True)])
     assert timer.launch(op(1.0), count=3) > 0
     assert timing.summary([2.0, 1.0, 4.0]) == timing.Timing(2.0, 1.5, 3, 1)
+
+
+def test_timed_graphs_give_their_locks_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, device = torch.zeros(8), torch.device("cuda", 3)
+    with workspace.temporary_locks(device):
+        workspace._CAPTURED[3] = (arena, 6)  # the first call on the device made the array, then captures took some
+    assert workspace._CAPTURED.pop(3) == (arena, 0)
+    monkeypatch.setitem(workspace._CAPTURED, 3, (arena, 2))
+    with pytest.raises(ValueError, match="no"), workspace.temporary_locks(device):
+        workspace._CAPTURED[3] = (arena, 7)
+        raise ValueError("no")
+    assert workspace._CAPTURED[3] == (arena, 2)
 
 
 def test_a_capture_that_fails_raises_its_own_error(timer: timing.DeviceTimer) -> None:

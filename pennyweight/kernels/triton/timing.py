@@ -55,7 +55,8 @@ class DeviceTimer:
 
     def __init__(self, device: str = "cuda") -> None:
         self.device = torch.device(device)
-        self.l2 = int(torch.cuda.get_device_properties(self.device).L2_cache_size)
+        card = torch.cuda.get_device_properties(self.device)
+        self.l2, self._memory = int(card.L2_cache_size), int(card.total_memory)
         self._stream = torch.cuda.Stream(self.device)
 
     def synchronize(self) -> None:
@@ -88,6 +89,8 @@ class DeviceTimer:
                 return summary([self._replay(graph, replays) / (replays * per) for _ in range(samples)], len(calls))
             finally:
                 del graph, outputs
+                if torch.cuda.memory_reserved(self.device) > self._memory // 2:
+                    self.release()  # each graph had a pool of its own
 
     def launch(self, call: Call, count: int = 200) -> float:
         """Microseconds of the host per eager call; the device may still be busy."""
