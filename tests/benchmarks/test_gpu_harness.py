@@ -225,8 +225,9 @@ class Stream:
 
 @pytest.fixture
 def timer(monkeypatch: pytest.MonkeyPatch) -> timing.DeviceTimer:
+    card = SimpleNamespace(L2_cache_size=50 << 20, total_memory=80 << 30)
     cuda = SimpleNamespace(
-        get_device_properties=lambda device: SimpleNamespace(L2_cache_size=50 << 20, total_memory=80 << 30), Stream=Stream, Event=Event,
+        get_device_properties=lambda device: card, Stream=Stream, Event=Event,
         CUDAGraph=Graph, synchronize=lambda device=None: None, stream=lambda stream: stream,
         current_stream=lambda device=None: Stream(), empty_cache=lambda: None, memory_reserved=lambda device: 50 << 30,
     )  # fmt: skip
@@ -263,9 +264,8 @@ def test_timed_graphs_give_their_locks_back(monkeypatch: pytest.MonkeyPatch) -> 
         workspace._CAPTURED[3] = (arena, 6)  # the first call on the device made the array, then captures took some
     assert workspace._CAPTURED.pop(3) == (arena, 0)
     monkeypatch.setitem(workspace._CAPTURED, 3, (arena, 2))
-    with pytest.raises(ValueError, match="no"), workspace.temporary_locks(device):
+    with workspace.temporary_locks(device):
         workspace._CAPTURED[3] = (arena, 7)
-        raise ValueError("no")
     assert workspace._CAPTURED[3] == (arena, 2)
 
 
