@@ -23,7 +23,8 @@ EXTRAS = ("transformers", "accelerate", "peft", "diffusers", "triton")
 UNHEALTHY = 1
 EPILOG = """Examples:
   pennyweight doctor
-  pennyweight doctor --bench --json doctor.json"""
+  pennyweight doctor --bench --json doctor.json
+  pennyweight doctor --device cuda --bench"""
 
 
 @dataclass
@@ -54,14 +55,41 @@ def doctor(
             rich_help_panel=MEASURING,
         ),
     ] = False,
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="DEVICE",
+            help="Check the kernels of a GPU instead: cuda, or cuda:1 for the second one.",
+            rich_help_panel=MEASURING,
+        ),
+    ] = "",
+    with_tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="With --device: also choose the tiles of the kernels by timing them, and keep them for this GPU.",
+            rich_help_panel=MEASURING,
+        ),
+    ] = False,
     json_path: Json = "",
     traceback: Traceback = False,
 ) -> None:
     """Check this installation.
 
     Prints versions and CPU features, and compares every kernel with the reference. Exit code 0 if healthy, else 1.
+    With --device the same of a GPU, as a table for a report.
     """
     check_report_path(json_path, None)
+    if with_tune and not device:
+        raise ValueError("--tune chooses tiles for a GPU: pass --device cuda")
+    if device:
+        from .doctor_gpu import examine_gpu
+
+        gpu = examine_gpu(device, with_bench, with_tune)
+        show(gpu.to_dict(), lambda: str(gpu), json_path)
+        if gpu.problems:
+            raise typer.Exit(UNHEALTHY)
+        return
     health = examine()
     if with_bench:
         health.bench = [asdict(line) for line in measure()]
@@ -77,6 +105,7 @@ def examine() -> Health:
     import torch
 
     from .. import __version__
+    from ..kernels.target import target_of
     from ..kernels.torch_int8 import int_mm_saturates
 
     versions = {"pennyweight": __version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -89,7 +118,7 @@ def examine() -> Health:
     }
     found = torch.accelerator.current_accelerator(check_available=True)
     accelerators = [] if found is None else [found.type]
-    checked = check_kernels({"cpu", *accelerators})
+    checked = check_kernels({"cpu", *map(target_of, accelerators)})
     problems = [f"kernel {k.op}/{k.name}: {k.note}" for k in checked if k.broken]
     if not any(k.usable for k in checked):
         problems.append("no kernel is usable")
@@ -183,20 +212,21 @@ class CheckedKernel:
     broken: bool = False  # it accepts a case and then fails or returns wrong values
 
 
-def check_kernels(devices: set[str]) -> list[CheckedKernel]:
-    """Run every kernel with the first config that it accepts, on one of the devices."""
+def check_kernels(targets: set[str]) -> list[CheckedKernel]:
+    """Run every kernel with the first config that it accepts, on one of the targets of this machine."""
     from ..kernels import kernels
 
-    return [CheckedKernel(kernel.op, kernel.name, *_check(kernel, devices)) for kernel in kernels()]
+    return [CheckedKernel(kernel.op, kernel.name, *_check(kernel, targets)) for kernel in kernels()]
 
 
-def _check(kernel: Kernel, devices: set[str]) -> tuple[bool, str, bool]:
+def _check(kernel: Kernel, targets: set[str]) -> tuple[bool, str, bool]:
     """(usable, note, broken)."""
     import torch
 
     from ..kernels.table import case_of
+    from ..kernels.target import device_type, fits
 
-    here = [d for d in kernel.devices or ("cpu",) if d in devices]
+    here = [device_type(t) for t in sorted(targets) if fits(kernel.devices or ("cpu",), t)]
     if not here:
         return False, f"runs on {', '.join(kernel.devices or ())} only", False
     if kernel.op not in _SHAPES:

@@ -13,9 +13,10 @@ EXTRAS = {
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
     "search": ("scipy",),
     "report": ("jinja2", "matplotlib"),
+    "gpu": ("triton>=3.6",),
 }
 
 
 def install(extra: str) -> str:
     """The command that installs the packages of an extra. Requirements with a version are quoted for the shell."""
-    return " ".join(["pip install", *(f"'{name}'" if "<" in name else name for name in EXTRAS[extra])])
+    return " ".join(["pip install", *(f"'{name}'" if set(name) & set("<>") else name for name in EXTRAS[extra])])

@@ -2,13 +2,14 @@
 
 import json
 import platform
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import pennyweight as pw
-from pennyweight.cli import doctor, doctor_bench
+from pennyweight.cli import doctor, doctor_bench, doctor_gpu, doctor_gpu_bench
 from pennyweight.kernels import Kernel, get_kernel, kernels, table, torch_int8
 from pennyweight.kernels.cpu.library import available
 
@@ -170,3 +171,119 @@ def test_bench_takes_medians_and_sees_noise(monkeypatch: pytest.MonkeyPatch, slo
 def test_bench_verdict(ours: float, theirs: float, verdict: str) -> None:
     timing = doctor_bench.Timing("int8", "float32", 1, "cpu_int", ours, theirs, False)
     assert f": {verdict} (" in str(timing)
+
+
+# -- GPUs: this machine has none, and a stand-in shows the rest --------------------------------------------------------
+
+
+def test_a_missing_gpu_is_a_problem(run: Any) -> None:
+    result = run("doctor", "--device", "cuda", "--json")
+    assert result.exit_code == 1
+    data = json.loads(result.stdout)
+    assert not data["healthy"]
+    assert data["problems"][0].startswith("no device cuda: torch ")
+    assert data["versions"]["torch"] == torch.__version__
+    text = run("doctor", "--device", "cuda:3", "--bench", "--tune").stdout
+    assert "problem: no device cuda:3: torch" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tune"], "--tune chooses tiles for a GPU: pass --device cuda"),
+        (["--device", "cpu"], "doctor checks the kernels of CUDA and ROCm devices"),
+        (["--device", "tpu"], "is not a device"),
+    ],
+)
+def test_a_wrong_device_is_an_error(run: Any, arguments: list[str], message: str) -> None:
+    result = run("doctor", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+class Card:
+    name, total_memory = "NVIDIA H100 80GB HBM3", 80 << 30
+
+
+class Timer:
+    """Every second time is that of bfloat16: twice as slow."""
+
+    def __init__(self, device: str) -> None:
+        self.count = 0
+
+    def copies(self, nbytes: int) -> int:
+        return 1
+
+    def time(self, calls: list[Any], **options: Any) -> Any:
+        from pennyweight.kernels.triton.timing import Timing
+
+        calls[0]()
+        self.count += 1
+        return Timing(10.0 * (2 - self.count % 2), 0.01, 7, 1)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU in place of a GPU."""
+    import contextlib
+
+    from pennyweight.kernels.triton import timing
+
+    real = doctor_gpu_bench.quantized_weight
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(doctor_gpu, "why_no_device", lambda device: "")
+    monkeypatch.setattr(doctor_gpu, "_driver", lambda: "580.1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    for module in (doctor_gpu, doctor_gpu_bench):
+        monkeypatch.setattr(module, "quantized_weight", lambda name, size, device: real(name, size, cpu))
+        monkeypatch.setattr(module, "SIZE", 128)
+    monkeypatch.setattr(timing, "DeviceTimer", Timer)
+    monkeypatch.setattr(torch, "randn", lambda *shape, device, dtype: torch.ones(shape, dtype=dtype))
+
+
+def self_test(verdict: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pennyweight.kernels.triton import self_test
+
+    cases = [
+        SimpleNamespace(name="int4, 1 row"),
+        SimpleNamespace(name="int4, graph"),
+        SimpleNamespace(name="nf4, 3 rows"),
+    ]
+    monkeypatch.setattr(self_test, "cases", lambda full: cases)
+    monkeypatch.setattr(self_test, "run", lambda case, device: verdict(case.name))
+
+
+def test_the_table_of_a_gpu(run: Any, card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    self_test(lambda name: None, monkeypatch)
+    result = run("doctor", "--device", "cuda", "--bench")
+    assert result.exit_code == 0, result.stdout
+    lines = result.stdout.splitlines()
+    assert any(line.split() == ["card", *Card.name.split()] for line in lines)
+    assert any(line.split() == ["int4", "passed", "2", "cases"] for line in lines)
+    for name, words in doctor_gpu.SCHEMES.items():
+        assert any(line.startswith(words) for line in lines), name
+        cells = [line.split()[:5] for line in lines if line.startswith(f"{name} ")]
+        timed = [row for row in cells if row[1].isdigit()]
+        assert timed == [[name, str(m), "10.0", "20.0", "2.00"] for m in doctor_gpu_bench.ROWS]
+    assert lines[-1] == "healthy"
+
+
+def test_a_kernel_that_fails_on_the_gpu(run: Any, card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def verdict(name: str) -> str | None:
+        if name == "int4, graph":
+            return "two runs differ"
+        if name.startswith("nf4"):
+            raise RuntimeError("ptxas: too many resources")
+        return None
+
+    self_test(verdict, monkeypatch)
+    result = run("doctor", "--device", "cuda", "--tune", "--json")
+    assert result.exit_code == 1
+    data = json.loads(result.stdout)
+    assert data["families"] == {
+        "int4": "FAILED 1, passed 1 cases: int4, graph: two runs differ",
+        "nf4": "FAILED 1, passed 0 cases: nf4, 3 rows: RuntimeError: ptxas: too many resources",
+    }
+    assert data["tiles"] == ""
+    assert data["problems"][-1] == "no tiles are chosen while something fails"

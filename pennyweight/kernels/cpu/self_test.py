@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from ...core.cache_folder import cache_folder
+
 TIMEOUT = 300  # seconds; it takes about ten
 
 
@@ -24,7 +26,7 @@ def verdict(library: Path) -> str | None:
     digest = hashlib.sha256(library.read_bytes())
     cpu = torch.backends.cpu.get_cpu_capability()
     digest.update(f"{torch.__version__} {sys.version} {sys.platform} {platform.machine()} {cpu}".encode())
-    kept = _folder() / f"self-test-{digest.hexdigest()[:32]}.json"
+    kept = cache_folder() / f"self-test-{digest.hexdigest()[:32]}.json"
     try:
         found = json.loads(kept.read_text("utf-8"))["failed"]
         return found if isinstance(found, str) else None
@@ -37,17 +39,6 @@ def verdict(library: Path) -> str | None:
     except OSError:  # nowhere to keep it: the next process tests again
         pass
     return failed
-
-
-def _folder() -> Path:
-    """The cache folder of this user."""
-    if sys.platform == "win32":
-        root = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
-    elif sys.platform == "darwin":
-        root = Path.home() / "Library" / "Caches"
-    else:
-        root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return root / "pennyweight"
 
 
 def _run() -> str | None:

@@ -1,0 +1,229 @@
+"""Whether the Triton kernels may be used on a device: they prove themselves there before their first use.
+
+A few products of odd sizes are compared with float64, twice, in a second stream and in a graph. The verdict is kept for
+this card, driver, torch, triton and kernel sources. ``PENNYWEIGHT_GPU=0`` switches the kernels off, ``1`` trusts them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...core.cache_folder import cache_folder
+from ...core.errors import ArgumentError
+from ...core.extras import install
+from ...core.formats import E4M3, INT4, INT8, NF4
+from ...core.spec import QuantSpec
+from ...core.tensor import AffineQuantizedTensor
+from ..target import device_type, target_of
+
+VARIABLE = "PENNYWEIGHT_GPU"
+# Greatest ||y - exact|| / ||exact||: the output, and with scales applied before the product each weight, is rounded to
+# the compute dtype. Measured on a H100: 1.7e-3 and 2.2e-3 in bfloat16.
+LIMITS = {torch.bfloat16: 4e-3, torch.float16: 8e-4}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product of random numbers. how: "plain", or "stream", "graph", "unaligned", "dequantized"."""
+
+    name: str
+    spec: QuantSpec
+    dtype: torch.dtype
+    m: int
+    n: int
+    k: int
+    bias: bool = False
+    how: str = "plain"
+
+
+def cases(full: bool = False) -> Iterator[Case]:
+    """The cases of the first use, or all: each format and scale that the layout has, and buckets of rows."""
+    from .layout import LAYOUT
+
+    bf16, half = torch.bfloat16, torch.float16
+    int4, int8 = QuantSpec(INT4, (64,), scale=bf16), QuantSpec(INT8, (-1,), scale=bf16)
+    yield Case("int4, 1 row", int4, bf16, 1, 192, 1024, bias=True)
+    yield Case("int4, 5 rows, odd sizes", int4, bf16, 5, 100, 1090)
+    yield Case("int4, 33 rows", int4, bf16, 33, 130, 600, bias=True)
+    yield Case("int4, 65 rows", int4, bf16, 65, 200, 512)
+    yield Case("int8, 16 rows", int8, bf16, 16, 130, 777)
+    yield Case("int8, float16, 1 row", int8.with_(scale=torch.float32), half, 1, 64, 640)
+    yield Case("e4m3, 2 rows", QuantSpec(E4M3, (-1,)), bf16, 2, 70, 512)
+    yield Case("nf4, 3 rows", QuantSpec(NF4, (64,)), bf16, 3, 64, 512)
+    yield Case("int4, second stream", int4, bf16, 4, 128, 2048, how="stream")
+    yield Case("int4, graph", int4, bf16, 1, 128, 2048, how="graph")
+    yield Case("int4, unaligned input", int4, bf16, 2, 64, 512, how="unaligned")
+    yield Case("int4, dequantized", int4, bf16, 3, 100, 300, how="dequantized")
+    if not full:
+        return
+    for spec, _ in dict.fromkeys(LAYOUT.examples):
+        for dtype in (bf16, half):
+            name = f"{spec}, {str(dtype).removeprefix('torch.')}"
+            for m, n, k in ((1, 130, 1090), (40, 70, 600)):
+                yield Case(f"{name}, {m} rows", spec, dtype, m, n, k, bias=m > 1)
+            yield Case(f"{name}, dequantized", spec, dtype, 2, 70, 600, how="dequantized")
+    for m in (16, 17, 32, 64, 128, 129, 256, 500):
+        yield Case(f"int4, {m} rows", int4, bf16, m, 500, 1090, bias=True)
+        yield Case(f"int8, {m} rows", int8, bf16, m, 500, 1090)
+
+
+def run(case: Case, device: torch.device | str) -> str | None:
+    """None if the kernel's result is right, the same twice and finite, else what is wrong with it."""
+    device = torch.device(device)
+    w, x, bias = _inputs(case, device)
+    exact = x.double() @ _weight(w).double().t()
+    if bias is not None:
+        exact = exact + bias.double()
+    y = _product(case, w, x, bias)
+    if y.shape != exact.shape or y.dtype is not case.dtype:
+        return f"returned {tuple(y.shape)} {y.dtype}"
+    if not bool(y.isfinite().all()):
+        return "left NaN or infinity"
+    error = float((y.double() - exact).norm() / exact.norm())
+    if not error <= LIMITS[case.dtype]:
+        return f"relative error {error:.1e}, at most {LIMITS[case.dtype]:.0e} is expected"
+    if not torch.equal(y, _product(case, w, x, bias)):
+        return "two runs differ"
+    return None
+
+
+def _weight(w: AffineQuantizedTensor) -> Tensor:
+    return w.to_layout("plain").dequantize(torch.float32)
+
+
+def _inputs(case: Case, device: torch.device) -> tuple[AffineQuantizedTensor, Tensor, Tensor | None]:
+    generator = torch.Generator(device="cpu").manual_seed(case.m * 7919 + case.n + case.k)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
+
+    w = AffineQuantizedTensor.from_float(random(case.n, case.k) * 0.05, case.spec).to_layout("gpu")
+    x = random(case.m, case.k).to(case.dtype)
+    bias = random(case.n).to(case.dtype).to(device) if case.bias else None
+    parts = w.parts.map(lambda t: t.to(device))
+    return AffineQuantizedTensor(parts, w.spec, tuple(w.shape), case.dtype), x.to(device), bias
+
+
+def _product(case: Case, w: AffineQuantizedTensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    from . import weight_only
+
+    static = weight_only.static_of(w.spec, tuple(w.stored_shape), case.dtype)
+    held = weight_only.operand(static, w.spec, w.parts)
+    if case.how == "dequantized":
+        y = x.double() @ weight_only.dequantize(held, static).double().t()
+        return y.to(case.dtype) if bias is None else (y + bias.double()).to(case.dtype)
+    bound = weight_only.bind_static(static, w.spec)
+
+    def product() -> Tensor:
+        # the allocator hands this memory out again: what the kernel does not write is NaN
+        torch.full((case.m, case.n), float("nan"), dtype=case.dtype, device=x.device)
+        y = bound.run(x, held, bias)
+        assert y is not None
+        return y
+
+    if case.how == "unaligned":
+        x = torch.cat([x.new_zeros(1), x.reshape(-1)])[1:].view(x.shape)
+    if x.device.type != "cuda" or case.how not in ("stream", "graph"):
+        return product()
+    if case.how == "stream":
+        stream = torch.cuda.Stream(x.device)
+        stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(stream):
+            y = product()
+        torch.cuda.current_stream(x.device).wait_stream(stream)
+        stream.synchronize()
+        return y
+    product()
+    torch.cuda.synchronize(x.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = product()
+    y.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize(x.device)
+    return y.clone()
+
+
+def prove(device: torch.device | str, full: bool = False) -> dict[str, str | None]:
+    """The result of each case on a device: None, or what failed."""
+    found: dict[str, str | None] = {}
+    for case in cases(full):
+        try:
+            found[case.name] = run(case, device)
+        except Exception as error:  # reported: a kernel that cannot be compiled or launched is not used
+            found[case.name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return found
+
+
+def refusal(target: str) -> str | None:
+    """Why the Triton kernels must not be used for a target; None: they may, or this machine has no such device."""
+    setting = os.environ.get(VARIABLE, "")
+    if setting == "0":
+        return f"Triton kernels are switched off: {VARIABLE}=0"
+    if not torch.cuda.is_available() or device_type(target) != "cuda":
+        return None  # answers for a device that is not here, or fake tensors: as if it were there and proven
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        if target_of(device) == target:
+            if importlib.util.find_spec("triton") is None:
+                return f"needs triton: {install('gpu')}"
+            return None if setting == "1" else _verdict(device)
+    return None
+
+
+@lru_cache(maxsize=64)
+def _verdict(device: torch.device) -> str | None:
+    if torch.cuda.is_current_stream_capturing():
+        raise ArgumentError(
+            "the Triton kernels prove themselves at their first use on a device, which cannot be while a CUDA graph is "
+            "captured; run the model once before the capture, or run `pennyweight doctor --device cuda` once"
+        )
+    kept = cache_folder() / f"gpu-{_digest(device)}.json"
+    try:
+        found = json.loads(kept.read_text("utf-8"))["failed"]
+        if found is None or isinstance(found, str):
+            return found
+    except (OSError, ValueError, LookupError):
+        pass  # none was kept
+    with torch.inference_mode(False), torch.no_grad():
+        results = prove(device)
+    failed = next((f"{name}: {why}" for name, why in results.items() if why is not None), None)
+    if failed is not None:
+        failed = f"the kernel failed its self-test on this device ({failed})"
+        warnings.warn(
+            f"pennyweight does not use its Triton kernels on {torch.cuda.get_device_name(device)}: {failed}. Quantized "
+            "layers run on kernels of torch, or are dequantized at each call. `pennyweight doctor --device cuda` shows "
+            "all cases; please report them",
+            UserWarning,
+            stacklevel=2,
+        )
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps({"failed": failed}), "utf-8")
+    except OSError:  # nowhere to keep it: the next process proves again
+        pass
+    return failed
+
+
+def _digest(device: torch.device) -> str:
+    """Of all that a verdict depends on: card, driver, torch, triton and the sources of the kernels."""
+    import triton
+
+    digest = hashlib.sha256()
+    properties = torch.cuda.get_device_properties(device)
+    driver = torch._C._cuda_getDriverVersion() if hasattr(torch._C, "_cuda_getDriverVersion") else ""
+    digest.update(f"{properties.name} {target_of(device)} {driver} {torch.__version__} {triton.__version__}".encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,294 @@
+"""``linear`` on GPUs with quantized weights and float inputs: the row of the kernel table, and its launcher.
+
+One kernel (weight_only_kernel.py) serves one row of input to hundreds. From about a thousand rows the product is bound
+by the matrix unit, so the weight is dequantized once, by a kernel at the rate of memory, and torch multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...core import blocks
+from ...core.formats import E8M0, Format
+from ...core.numerics import Parts
+from ...core.spec import QuantSpec
+from ...core.tensor import AffineQuantizedTensor
+from ...core.tracing import is_observed, plain_tensors
+from .. import gate_gpu
+from ..table import Bound, Case, Kernel, register_kernel
+from ..target import target_of
+from . import self_test, tiles, workspace
+from .codes import DTYPES, Decoding, decoding
+from .layout import LAYOUT, ROWS, Groups, columns, fits, groups
+from .tiles import Tile
+
+NAME = "triton_weight_only"
+DEVICES = ("cuda:sm_80+", "hip")
+
+
+@dataclass(frozen=True)
+class Static:
+    """What the kernel knows of a weight while it is compiled."""
+
+    n: int
+    k: int
+    tiles: int  # along k
+    decoding: Decoding
+    groups: Groups
+    scale_kind: str  # "float", "e8m0" or "e4m3"
+    zero_point: bool
+    offset: bool
+    outer: bool  # whether one more number multiplies all
+    dtype: torch.dtype
+
+    @property
+    def small(self) -> bool:
+        return self.groups.small
+
+    @property
+    def columns(self) -> int:
+        return columns(self.decoding)
+
+
+class Operand(NamedTuple):
+    """Checked parts of a weight. Those that it does not have are the codes: the kernel does not read them."""
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor
+    offset: Tensor
+    table: Tensor
+    outer: Tensor
+    perm: Tensor | None
+    device: torch.device
+
+
+@lru_cache(maxsize=4096)
+def static_of(spec: QuantSpec, shape: tuple[int, ...], dtype: torch.dtype) -> Static:
+    """The static properties of a weight that layout "gpu" supports."""
+    d = decoding(spec.format, spec.mid)
+    assert isinstance(d, Decoding)
+    whole = blocks.padded(spec.block, shape)
+    g = groups(spec, whole, columns(d))
+    assert isinstance(g, Groups)
+    kind = "float"
+    outer = g.kind == "tensor"
+    if isinstance(spec.scale, QuantSpec):
+        kind = "e8m0" if spec.scale.format is E8M0 else "e4m3"
+        outer = spec.scale.scale is not None
+    return Static(
+        shape[0],
+        shape[1],
+        -(-whole[1] // columns(d)),
+        d,
+        g,
+        kind,
+        bool(spec.zero_point),
+        spec.offset is not None,
+        outer,
+        dtype,
+    )
+
+
+def table_words(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """16 numbers, rounded to dtype, as the kernel reads them: their low bytes, then their high bytes. int32 [8]."""
+    rounded = torch.zeros(16, dtype=dtype, device=values.device)
+    rounded[: values.numel()] = values.reshape(-1).to(dtype)
+    return rounded.view(torch.uint8).reshape(16, 2).t().contiguous().reshape(-1).view(torch.int32)
+
+
+@lru_cache(maxsize=256)
+def _fixed_table(f: Format, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The table of a format; kept, because a copy to the device cannot be captured in a graph."""
+    with plain_tensors():
+        return table_words(torch.tensor(f.values, dtype=torch.float32, device=device), dtype)
+
+
+def operand(static: Static, spec: QuantSpec, parts: Any) -> Operand:
+    """The parts of a weight, checked for the kernel. Raises ArgumentError."""
+    codes, device = parts.codes, parts.codes.device
+    g, d = static.groups, static.decoding
+    n, ct = blocks.padded(spec.block, (static.n, static.k))[0], static.tiles
+    rt = -(-n // ROWS)
+    codes = gate_gpu.aligned(codes, "codes", torch.int32, (rt, ct, None, ROWS, 32), device, wide=True)
+    per_group = {"row": (n,), "group": (rt, -(-ct // g.tiles), ROWS, g.width)}.get(g.kind)
+
+    def numbers(part: Any, name: str, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+        assert per_group is not None
+        return gate_gpu.aligned(part, name, dtypes, per_group, device, wide=True)
+
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    scale = zero = offset = outer = table = codes
+    above = parts.scale.parts if isinstance(parts.scale, AffineQuantizedTensor) else parts.scale
+    if isinstance(above, Parts):
+        scale = numbers(above.codes, "scale", (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu)).view(
+            torch.uint8
+        )
+        if static.outer:
+            outer = gate_gpu.aligned(above.scale.reshape(-1), "scale of the scales", torch.float32, (1,), device)
+    elif g.kind == "tensor":
+        outer = gate_gpu.aligned(above.reshape(-1), "scale", floats, (1,), device)
+    elif above is not None:
+        scale = numbers(above, "scale", floats)
+    if static.zero_point:
+        zero = numbers(parts.zero_point, "zero_point", (torch.uint8, torch.int8))
+    if static.offset:
+        offset = numbers(parts.offset, "offset", floats)
+    if d.kind == "table":
+        fixed = parts.table is None
+        table = _fixed_table(spec.format, static.dtype, device) if fixed else table_words(parts.table, static.dtype)
+    return Operand(codes, scale, zero, offset, table, outer, parts.perm, device)
+
+
+@lru_cache(maxsize=16384)
+def _options(static: Static, tile: Tile, parts: int, bias: bool) -> dict[str, Any]:
+    """The kernel's arguments that are known while it is compiled."""
+    import triton.language as tl
+
+    d, g = static.decoding, static.groups
+    b0, b1, b2 = (*d.pieces, 0, 0)[:3]
+    planes = static.columns // 64
+    log = planes if g.small else g.width
+    group = g.kind == "group"
+    before = tile.before or g.small if group else static.offset
+    dtype = tl.bfloat16 if static.dtype is torch.bfloat16 else tl.float16
+    return {
+        "KIND": d.kind, "B0": b0, "B1": b1, "B2": b2, "COLS": static.columns, "ZERO": float(d.zero),
+        "MANTISSA": d.mantissa, "UP": d.up(static.dtype) if d.kind == "float" else 1.0,
+        "SCALE": g.kind if g.kind in ("row", "group") else "none", "SKIND": static.scale_kind,
+        "G": g.size if g.small else 64, "WIDTH": g.width, "LOG": log.bit_length() - 1 if group else 0, "TILES": g.tiles,
+        "HAS_Z": static.zero_point, "HAS_O": static.offset, "HAS_R": static.outer, "HAS_B": bias,
+        "EVEN": static.k == static.tiles * static.columns, "T": dtype, "BM": tile.bm, "BN": tile.bn, "W": tile.w,
+        "SPLIT": parts, "BEFORE": before, "STAGES": tile.stages, "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+
+
+def grid(static: Static, m: int, tile: Tile, processors: int) -> tuple[int, int, int]:
+    """Programs along the rows of the weight, parts of a sum, and rows of the input."""
+    rows, cols = -(-static.n // tile.bn), -(-m // tile.bm)
+    steps = static.tiles * (32 // tile.w)
+    return rows, tiles.split(rows * cols, steps, processors), cols
+
+
+def launch(x: Tensor, w: Operand, bias: Tensor | None, static: Static, tile: Tile, processors: int) -> Tensor:
+    """y [M, N] for checked arguments, with that tile. x: [M, K], contiguous, of static.dtype; bias: [N] or None."""
+    from .weight_only_kernel import weight_only
+
+    m = x.shape[0]
+    size = grid(static, m, tile, processors)
+    y = torch.empty((m, static.n), dtype=x.dtype, device=x.device)
+    sums, locks = w.codes, w.codes
+    if size[1] > 1:
+        sums = workspace.parts(size[0] * size[1] * size[2] * tile.bm * tile.bn, x.device)
+        locks = workspace.locks(size[0] * size[2], x.device)
+    weight_only[size](
+        x, w.codes, w.scale, w.zero_point, w.offset, w.table, w.outer, w.codes if bias is None else bias, y, sums,
+        locks, m, static.n, static.k, static.tiles, **_options(static, tile, size[1], bias is not None),
+    )  # fmt: skip
+    return y
+
+
+def dequantize(w: Operand, static: Static) -> Tensor:
+    """The weight [N, K] in static.dtype, without ``perm``."""
+    from .weight_only_kernel import dequantize as kernel
+
+    y = torch.empty((static.n, static.k), dtype=static.dtype, device=w.codes.device)
+    options = _options(static, Tile(16, 64, 32, 4, 2), 1, False)
+    names = ("KIND", "B0", "B1", "B2", "COLS", "ZERO", "MANTISSA", "UP", "SCALE", "SKIND", "G", "WIDTH", "LOG", "TILES",
+             "HAS_Z", "HAS_O", "HAS_R", "EVEN", "T")  # fmt: skip
+    kernel[(-(-static.n // ROWS), static.tiles)](
+        w.codes, w.scale, w.zero_point, w.offset, w.table, w.outer, y, static.n, static.k,
+        **{name: options[name] for name in names}, num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+@lru_cache(maxsize=64)
+def _card(device: torch.device) -> tuple[str, str, int]:
+    """Target, name and multiprocessors of a device."""
+    if device.type != "cuda":
+        return "cpu", "", tiles.processors("")
+    properties = torch.cuda.get_device_properties(device)
+    return target_of(device), properties.name, properties.multi_processor_count
+
+
+def bind(case: Case) -> Bound:
+    """The kernel for one case: run(x, operand, bias), and parts -> operand."""
+    return bind_static(static_of(case.spec, case.shape, case.dtype), case.spec)
+
+
+def bind_static(static: Static, spec: QuantSpec) -> Bound:
+    """As :func:`bind`."""
+    n, k, dtype = static.n, static.k, static.dtype
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+
+    def run(x: Tensor, w: Operand, bias: Tensor | None) -> Tensor | None:
+        if (
+            is_observed(x, bias) or type(x) not in (Tensor, torch.nn.Parameter) or x.dtype is not dtype or x.is_neg()
+            or x.device != w.device or x.ndim == 0 or x.shape[-1] != k
+            or (bias is not None and (tuple(bias.shape) != (n,) or bias.device != w.device or bias.is_neg()))
+            or (bias is not None and (type(bias) not in (Tensor, torch.nn.Parameter) or bias.dtype not in floats))
+        ):  # fmt: skip
+            return None
+        shape = x.shape
+        if w.perm is not None:
+            x = x.index_select(-1, w.perm)
+        rows = gate_gpu.rows(x, k, (dtype,), w.device, wide=True)
+        m = rows.shape[0]
+        if m == 0:
+            return x.new_empty((*shape[:-1], n))
+        bias = gate_gpu.vector(bias, "bias", n, floats, w.device)
+        target, name, processors = _card(w.device)
+        tile = tiles.choose(target, name, static.decoding, tiles.bucket(m), small=static.small, offset=static.offset)
+        if tile is None:
+            y = F.linear(rows, dequantize(w, static), None if bias is None else bias.to(dtype))
+        else:
+            y = launch(rows, w, bias, static, tile, processors)
+        return y if len(shape) == 2 else y.view(*shape[:-1], n)
+
+    return Bound(run, lambda parts: operand(static, spec, parts))
+
+
+def run_tile(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None, tile: Tile | None) -> Tensor:
+    """``linear`` with a given tile, None: dequantized; for measuring. w: in layout "gpu", without ``perm``."""
+    static = static_of(w.spec, tuple(w.stored_shape), x.dtype)
+    held = operand(static, w.spec, w.parts)
+    if tile is None:
+        return F.linear(x, dequantize(held, static), bias)
+    return launch(x, held, bias, static, tile, _card(x.device)[2])
+
+
+def prepared(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None, tile: Tile | None) -> Callable[[], Tensor]:
+    """As :func:`run_tile`, with all checks done before: a function that only launches."""
+    static = static_of(w.spec, tuple(w.stored_shape), x.dtype)
+    held, processors = operand(static, w.spec, w.parts), _card(x.device)[2]
+    if tile is None:
+        return lambda: F.linear(x, dequantize(held, static), bias)
+    return lambda: launch(x, held, bias, static, tile, processors)
+
+
+def accepts(case: Case) -> bool | str:
+    if case.act is not None:
+        return "the activation is quantized"
+    if case.dtype not in DTYPES:
+        return f"for bfloat16 and float16 inputs, not {case.dtype}"
+    if (verdict := fits(case.spec, case.shape)) is not True:
+        return verdict
+    return self_test.refusal(case.device) or True
+
+
+def _linear(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
+    case = Case(w.spec, w.act, tuple(w.stored_shape), x.dtype, target_of(w.device), w.perm is not None)
+    return bind(case).run_with(x, w.parts, bias)
+
+
+register_kernel(
+    Kernel("linear", NAME, _linear, accepts, DEVICES, LAYOUT.name, rank=20, tolerance="bfloat16", bind=bind)
+)
