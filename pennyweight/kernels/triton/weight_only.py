@@ -47,6 +47,7 @@ class Static:
     offset: bool
     outer: bool  # whether one more number multiplies all
     dtype: torch.dtype
+    values: tuple[float, ...] | None  # of a fixed table
 
     @property
     def small(self) -> bool:
@@ -83,18 +84,10 @@ def static_of(spec: QuantSpec, shape: tuple[int, ...], dtype: torch.dtype) -> St
     if isinstance(spec.scale, QuantSpec):
         kind = "e8m0" if spec.scale.format is E8M0 else "e4m3"
         outer = spec.scale.scale is not None
-    return Static(
-        shape[0],
-        shape[1],
-        -(-whole[1] // columns(d)),
-        d,
-        g,
-        kind,
-        bool(spec.zero_point),
-        spec.offset is not None,
-        outer,
-        dtype,
-    )
+    values = spec.format.values if d.kind == "table" and spec.format.kind == "table" else None
+    count = -(-whole[1] // columns(d))
+    flags = (bool(spec.zero_point), spec.offset is not None, outer)
+    return Static(shape[0], shape[1], count, d, g, kind, *flags, dtype, values)
 
 
 def table_words(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -147,6 +140,33 @@ def operand(static: Static, spec: QuantSpec, parts: Any) -> Operand:
     return Operand(codes, scale, zero, offset, table, outer, parts.perm, device)
 
 
+@lru_cache(maxsize=256)
+def table_code(static: Static) -> tuple[str, ...]:
+    """PTX that decodes each plane of a word by a table that is known while the kernel is compiled; none for others.
+
+    With one operand, Triton moves the change of layout in front of it, see weight_only_kernel.py.
+    """
+    if static.values is None:
+        return ("", "", "", "")
+    words = [word & 0xFFFFFFFF for word in table_words(torch.tensor(static.values), static.dtype).tolist()]
+    low, high = ([f"0x{word:08x}" for word in words[i : i + 4]] for i in (0, 4))
+    lines = [".reg .b32 s, p, m, a, b, e0, e1, f0, f1;"]
+    for half, out in ((0, "e"), (1, "f")):
+        lines += [f"shr.u32 s, $1, {16 * half};", "and.b32 p, s, 0x8888;", "shr.u32 p, p, 3;", "and.b32 s, s, 0x7777;"]
+        lines += ["mov.b32 m, 0xff00;", "prmt.b32 m, m, m, p;"]
+        for i, table in enumerate((low, high)):
+            for name, (x, y) in (("a", table[:2]), ("b", table[2:])):
+                lines += [f"{{ .reg .b32 x, y; mov.b32 x, {x}; mov.b32 y, {y}; prmt.b32 {name}, x, y, s; }}"]
+            lines += ["xor.b32 b, b, a;", "and.b32 b, b, m;", f"xor.b32 {out}{i}, a, b;"]
+    found = []
+    for plane in range(4):
+        pick = "0x5140" if plane < 2 else "0x7362"
+        tail = [f"prmt.b32 e0, e0, e1, {pick};", f"prmt.b32 f0, f0, f1, {pick};"]
+        tail += [f"prmt.b32 $0, e0, f0, {'0x5410' if plane % 2 == 0 else '0x7632'};"]
+        found.append("{ " + " ".join([*lines, *tail]) + " }")
+    return tuple(found)
+
+
 @lru_cache(maxsize=16384)
 def _options(static: Static, tile: Tile, parts: int, bias: bool) -> dict[str, Any]:
     """The kernel's arguments that are known while it is compiled."""
@@ -174,7 +194,7 @@ def grid(static: Static, m: int, tile: Tile, processors: int) -> tuple[int, int,
     """Programs along the rows of the weight, parts of a sum, and rows of the input."""
     rows, cols = -(-static.n // tile.bn), -(-m // tile.bm)
     steps = static.tiles * (32 // tile.w)
-    return rows, tiles.split(rows * cols, steps, processors), cols
+    return rows, tiles.split(rows * cols, steps, tile.fill * processors), cols
 
 
 def launch(x: Tensor, w: Operand, bias: Tensor | None, static: Static, tile: Tile, processors: int) -> Tensor:
@@ -202,7 +222,7 @@ def dequantize(w: Operand, static: Static) -> Tensor:
     y = torch.empty((static.n, static.k), dtype=static.dtype, device=w.codes.device)
     options = _options(static, Tile(16, 64, 32, 4, 2), 1, False)
     names = ("KIND", "B0", "B1", "B2", "COLS", "ZERO", "MANTISSA", "UP", "SCALE", "SKIND", "G", "WIDTH", "LOG", "TILES",
-             "HAS_Z", "HAS_O", "HAS_R", "EVEN", "T")  # fmt: skip
+             "HAS_Z", "HAS_O", "HAS_R", "EVEN", "T", "ASM")  # fmt: skip
     kernel[(-(-static.n // ROWS), static.tiles)](
         w.codes, w.scale, w.zero_point, w.offset, w.table, w.outer, y, static.n, static.k,
         **{name: options[name] for name in names}, num_warps=4,
