@@ -91,7 +91,7 @@ def by_rule(target: str, d: Decoding, m: int, *, small: bool) -> Tile:
     return replace(tile, stages=min(3, max(2, fit)))
 
 
-# (bn, w, warps, stages, before) worth measuring, by rows: up to 8, 32, 64, more. For few rows memory decides: many
+# (bn, w, warps, stages, before) worth measuring, for up to 8, 32, 64 rows and more. For few rows memory decides: many
 # bytes in flight, scales applied late. For many rows the matrix unit does: long products, scales applied to weights.
 # Eight rows use the matrix unit by warps, not by groups of four warps, which cannot have less than 16 rows.
 _ONE = (

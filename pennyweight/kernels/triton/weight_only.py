@@ -186,7 +186,8 @@ def _options(static: Static, tile: Tile, parts: int, bias: bool) -> dict[str, An
         "G": g.size if g.small else 64, "WIDTH": g.width, "LOG": log.bit_length() - 1 if group else 0, "TILES": g.tiles,
         "HAS_Z": static.zero_point, "HAS_O": static.offset, "HAS_R": static.outer, "HAS_B": bias,
         "EVEN": static.k == static.tiles * static.columns, "T": dtype, "BM": tile.bm, "BN": tile.bn, "W": tile.w,
-        "SPLIT": parts, "BEFORE": before, "STAGES": tile.stages, "num_warps": tile.warps, "num_stages": tile.stages,
+        "SPLIT": parts, "BEFORE": before, "ASM": table_code(static), "STAGES": tile.stages, "num_warps": tile.warps,
+        "num_stages": tile.stages,
     }  # fmt: skip
 
 
