@@ -57,7 +57,7 @@ SCHEMES: dict[str, Callable[[], Any]] = {
     "w4a8": _config("Int8DynamicActivationInt4WeightConfig", group_size=128),
 }
 # Family of tiles -> schemes that share them, and buckets of rows. int4 has an offset per group, int4-symmetric has none
-_ALL = (16, 32, 64, 128, 256, 512, 1024, 4096)
+_ALL = (8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 TUNED: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "int4-offset": (("int4",), _ALL),
     "int4": (("int4-symmetric",), _ALL),

@@ -94,35 +94,32 @@ def by_rule(target: str, d: Decoding, m: int, *, small: bool) -> Tile:
 # (bn, w, warps, stages, before) worth measuring, for up to 8, 32, 64 rows and more. For few rows memory decides: many
 # bytes in flight, scales applied late. For many rows the matrix unit does: long products, scales applied to weights.
 # Eight rows use the matrix unit by warps, not by groups of four warps, which cannot have less than 16 rows.
-_ONE = (
-    (64, 32, 2, 4, False), (64, 32, 2, 3, False), (64, 32, 4, 4, False), (64, 32, 2, 6, False), (128, 32, 4, 3, False),
-    (32, 32, 1, 4, False),
-)  # fmt: skip
+_ONE = ((64, 32, 2, 4, False), (64, 32, 4, 4, False), (64, 32, 2, 3, False), (128, 32, 4, 3, False))
 _FEW = (
-    (64, 32, 4, 4, False), (64, 32, 4, 3, False), (64, 32, 4, 6, False), (128, 32, 8, 3, False), (128, 32, 8, 4, False),
-    (128, 32, 4, 3, False), (64, 16, 4, 6, False), (64, 32, 4, 2, False),
+    (64, 32, 4, 4, False), (64, 32, 4, 3, False), (64, 32, 4, 6, False), (128, 32, 8, 3, False), (128, 32, 4, 3, False),
 )  # fmt: skip
 _SOME = (
-    (64, 32, 4, 3, False), (64, 32, 4, 2, False), (64, 32, 4, 3, True), (128, 32, 8, 3, False), (128, 16, 8, 4, True),
-    (64, 16, 4, 4, False), (64, 32, 4, 4, False), (64, 16, 4, 4, True),
+    (64, 32, 4, 3, False), (64, 32, 4, 2, False), (128, 32, 8, 2, False), (64, 16, 4, 4, False), (64, 16, 4, 4, True),
+    (128, 16, 8, 4, True), (64, 32, 4, 3, True), (64, 32, 4, 4, False),
 )  # fmt: skip
 _MANY = (
-    (64, 16, 4, 3, True), (128, 16, 8, 3, True), (128, 16, 8, 2, True), (256, 16, 8, 3, True), (64, 16, 4, 2, True),
-    (64, 32, 4, 2, True), (128, 32, 8, 2, True), (128, 32, 8, 3, True), (256, 32, 8, 2, True),
+    (64, 16, 4, 3, True), (128, 16, 8, 3, True), (128, 16, 8, 2, True), (256, 16, 8, 3, True), (256, 16, 8, 2, True),
+    (128, 32, 8, 3, True),
 )  # fmt: skip
 
 
 def candidates(target: str, d: Decoding, m: int, *, small: bool) -> list[Tile]:
     """Tiles worth measuring for a bucket of rows, the rule's first. None of them exceeds the shared memory."""
     rows = bucket(m)
-    shapes = _FEW if rows <= 32 else _SOME if rows == 64 else _MANY
-    which = [(rows, shape, 2) for shape in shapes] if 8 < rows <= 128 else [(128, shape, 2) for shape in shapes]
     if rows == 8:
-        which = [(8, shape, fill) for fill in (2, 4) for shape in _ONE] + [(16, shape, 2) for shape in _FEW[:4]]
-    elif rows == 16:
-        which += [(16, shape, 4) for shape in _FEW[:2]]
-    elif rows > 128:
-        which += [(256, shape, 2) for shape in shapes]
+        which = [(8, shape, fill) for fill in (2, 4) for shape in _ONE] + [(16, shape, 2) for shape in _FEW[:2]]
+    elif rows <= 32:
+        which = [(rows, shape, 2) for shape in _FEW] + [(rows, shape, 4) for shape in _FEW[:2]]
+    elif rows == 64:
+        which = [(64, shape, 2) for shape in _SOME]
+    else:
+        which = [(128, shape, 2) for shape in _MANY] + [(64, shape, 2) for shape in _SOME[:3]]
+        which += [(256, shape, 2) for shape in _MANY[:2]] if rows > 128 else []
     found = [by_rule(target, d, m, small=small)]
     for bm, (bn, w, warps, stages, before), fill in which:
         tile = Tile(bm, bn, w, warps, stages, before, fill)
