@@ -155,16 +155,13 @@ def product(spec: QuantSpec, dtype: torch.dtype, m: int, n: int, k: int, **given
     return Product(spec, _dtypes(spec, dtype), dtype, m, n, k, **given)
 
 
-def job(target: str, wanted: Product) -> Job | None:
-    """The job that compiles what a product launches. None if that is torch's kernel: products that dequantize, and
-    do not ask for the kernel that does."""
+def job(target: str, wanted: Product) -> Job:
+    """The job that compiles what a product launches: it, or the kernel that dequantizes for torch's product."""
     static = static_of(wanted.spec, (wanted.n, wanted.k), wanted.dtype)
     tile = wanted.tile
     if tile is None and not wanted.dequantized:
         bucket = tiles.bucket(wanted.m)
         tile = tiles.choose(target, "", static.decoding, bucket, small=static.small, offset=static.offset)
-        if tile is None:
-            return None
     sizes = "".join("16"[n % 16 == 0] for n in (wanted.n, wanted.k, static.tiles)) + "=1" * (static.tiles == 1)
     whole = "whole" if static.k == static.tiles * static.columns else "part"
     what = f"{wanted.spec} {str(wanted.dtype).removeprefix('torch.')} {sizes} {whole}"
@@ -241,7 +238,7 @@ def products(target: str, full: bool = False) -> Iterator[Product]:
 def kernels(target: str, full: bool = False) -> list[Job]:
     """Jobs for a target: the shipped tiles of each way to decode; full: of every format, and every candidate."""
     found = (job(target, wanted) for wanted in products(target, full))
-    return list({each.name: each for each in found if each is not None}.values())
+    return list({each.name: each for each in found}.values())
 
 
 # -- what the compiler made --------------------------------------------------------------------------------------------
