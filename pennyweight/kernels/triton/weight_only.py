@@ -24,7 +24,7 @@ from ...core.tracing import is_observed, plain_tensors
 from .. import gate_gpu
 from ..table import Bound, Case, Kernel, register_kernel
 from ..target import target_of
-from . import self_test, tiles, workspace
+from . import proof, tiles, workspace
 from .codes import DTYPES, Decoding, decoding
 from .layout import LAYOUT, ROWS, Groups, columns, fits, groups
 from .tiles import Tile
@@ -302,7 +302,7 @@ def accepts(case: Case) -> bool | str:
         return f"for bfloat16 and float16 inputs, not {case.dtype}"
     if (verdict := fits(case.spec, case.shape)) is not True:
         return verdict
-    return self_test.refusal(case.device) or True
+    return proof.refusal(case.device, "weight_only") or True
 
 
 def _linear(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
