@@ -186,8 +186,8 @@ def _options(static: Static, tile: Tile, parts: int, bias: bool) -> dict[str, An
         "G": g.size if g.small else 64, "WIDTH": g.width, "LOG": log.bit_length() - 1 if group else 0, "TILES": g.tiles,
         "HAS_Z": static.zero_point, "HAS_O": static.offset, "HAS_R": static.outer, "HAS_B": bias,
         "EVEN": static.k == static.tiles * static.columns, "T": dtype, "BM": tile.bm, "BN": tile.bn, "W": tile.w,
-        "SPLIT": parts, "BEFORE": before, "ASM": table_code(static), "STAGES": tile.stages, "num_warps": tile.warps,
-        "num_stages": tile.stages,
+        "SPLIT": parts, "BEFORE": before, "ASM": table_code(static), "AHEAD": tile.ahead, "STAGES": tile.stages,
+        "num_warps": tile.warps, "num_stages": tile.stages, **({"launch_pdl": True} if tile.ahead else {}),
     }  # fmt: skip
 
 
@@ -232,7 +232,7 @@ def dequantize(w: Operand, static: Static) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _card(device: torch.device) -> tuple[str, str, int]:
+def card(device: torch.device) -> tuple[str, str, int]:
     """Target, name and multiprocessors of a device."""
     if device.type != "cuda":
         return "cpu", "", tiles.processors("")
@@ -266,7 +266,7 @@ def bind_static(static: Static, spec: QuantSpec) -> Bound:
         if m == 0:
             return x.new_empty((*shape[:-1], n))
         bias = gate_gpu.vector(bias, "bias", n, floats, w.device)
-        target, name, processors = _card(w.device)
+        target, name, processors = card(w.device)
         tile = tiles.choose(target, name, static.decoding, tiles.bucket(m), small=static.small, offset=static.offset)
         if tile is None:
             y = F.linear(rows, dequantize(w, static), None if bias is None else bias.to(dtype))
@@ -283,13 +283,13 @@ def run_tile(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None, tile: Til
     held = operand(static, w.spec, w.parts)
     if tile is None:
         return F.linear(x, dequantize(held, static), bias)
-    return launch(x, held, bias, static, tile, _card(x.device)[2])
+    return launch(x, held, bias, static, tile, card(x.device)[2])
 
 
 def prepared(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None, tile: Tile | None) -> Callable[[], Tensor]:
     """As :func:`run_tile`, with all checks done before: a function that only launches."""
     static = static_of(w.spec, tuple(w.stored_shape), x.dtype)
-    held, processors = operand(static, w.spec, w.parts), _card(x.device)[2]
+    held, processors = operand(static, w.spec, w.parts), card(x.device)[2]
     if tile is None:
         return lambda: F.linear(x, dequantize(held, static), bias)
     return lambda: launch(x, held, bias, static, tile, processors)
