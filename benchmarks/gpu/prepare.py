@@ -1,7 +1,7 @@
 """Compiles kernels ahead into Triton's cache folder, without a device or beside one that measures.
 
-``pennyweight.kernels.triton.ahead.kernels(target)`` lists the jobs. The files have the names that a launch on the
-device looks up, if its Triton is the same release: keys hash Triton's own files.
+jobs.py lists what to compile, and ``pennyweight.kernels.triton.ahead`` compiles it. The files have the names that a
+launch on the device looks up, if its Triton is the same release: keys hash Triton's own files.
 """
 
 from __future__ import annotations
@@ -17,52 +17,17 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
-from .jobs import jobs as jobs_of
 from .results import write_json
 
 _SAVE_SECONDS = 1.0
-
-
-class NoDevice:
-    """The driver of a device that is not there. ``target``: "cuda:sm_90"."""
-
-    def __init__(self, target: str) -> None:
-        self.capability = int(target.partition("sm_")[2])
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: Any = None) -> int:
-        return 0
-
-    def set_current_device(self, device: Any) -> None:
-        pass
-
-    def get_active_torch_device(self) -> Any:
-        import torch
-
-        return torch.device("cuda", 0)
-
-    def get_device_capability(self, device: Any = 0) -> tuple[int, int]:
-        return divmod(self.capability, 10)
-
-    def map_python_to_cpp_type(self, name: str) -> str:
-        return name
 
 
 def prepare(target: str, jobs: int = 0, out: Path | None = None, budget: float = 600.0) -> int:
     """Compile every job of a target. Returns 0 if all compiled. ``out``: folder for compile.json."""
     end = time.time() + budget
     try:
-        from triton.runtime import driver
+        from .jobs import jobs as jobs_of
 
-        if target.startswith("cuda:"):  # other targets: the jobs know how
-            driver.set_active(NoDevice(target))
         listed = jobs_of(target)
         names = [job.name for job in listed]
     except Exception as error:

@@ -57,14 +57,15 @@ SCHEMES: dict[str, Callable[[], Any]] = {
     "w4a8": _config("Int8DynamicActivationInt4WeightConfig", group_size=128),
 }
 # Family of tiles -> schemes that share them, and buckets of rows. int4 has an offset per group, int4-symmetric has none
-_ALL = (16, 32, 64, 128, 256, 512, 1024, 4096)
+_ALL = (8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 TUNED: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "int4-offset": (("int4",), _ALL),
     "int4": (("int4-symmetric",), _ALL),
     "int8": (("int8",), _ALL),
-    "int2": (("int2",), (16,)),
-    "float8": (("float8",), (16, 64)),
-    "table4": (("nf4",), (16, 64)),
+    "int2": (("int2",), (8,)),
+    "int1": (("int1",), (8,)),
+    "float8": (("float8",), (8, 16, 64)),
+    "table4": (("nf4",), (8, 16, 64)),
 }
 
 

@@ -21,7 +21,7 @@ from ...core.spec import ActivationSpec
 from .. import activation, gate_gpu
 from ..activation import static_params
 from ..target import capability, target_of
-from . import self_test
+from . import proof
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FAMILY = "quantize"
@@ -196,7 +196,7 @@ def usable(x: Tensor, act: ActivationSpec) -> bool:
 @lru_cache(maxsize=1024)
 def _proven(act: ActivationSpec, dtype: torch.dtype, device: torch.device) -> bool:
     target = target_of(device)
-    return accepts(act, dtype) is True and _runs(target) and self_test.refusal(target, FAMILY) is None
+    return accepts(act, dtype) is True and _runs(target) and proof.refusal(target, FAMILY) is None
 
 
 def _runs(target: str) -> bool:

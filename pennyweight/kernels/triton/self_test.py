@@ -1,33 +1,24 @@
-"""Whether the Triton kernels may be used on a device: they prove themselves there before their first use.
+"""The cases by which Triton kernels prove themselves on a device; :mod:`.proof` keeps the verdict.
 
-A few products of odd sizes are compared with float64, twice, in a second stream and in a graph. The verdict is kept for
-this card, driver, torch, triton and kernel sources. ``PENNYWEIGHT_GPU=0`` switches the kernels off, ``1`` trusts them.
+A few products of odd sizes are compared with float64, twice, in a second stream and in a graph.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import json
-import os
-import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ...core.cache_folder import cache_folder
-from ...core.errors import ArgumentError
-from ...core.extras import install
 from ...core.formats import E4M3, INT4, INT8, NF4
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from ..target import device_type, target_of
+from ..target import capability
+from . import proof, self_test_inputs, tiles, weight_only
+from .layout import LAYOUT
+from .self_test_inputs import Check
 
-VARIABLE = "PENNYWEIGHT_GPU"
 # Greatest ||y - exact|| / ||exact||: the output, and with scales applied before the product each weight, is rounded to
 # the compute dtype. Measured on a H100: 1.7e-3 and 2.2e-3 in bfloat16.
 LIMITS = {torch.bfloat16: 4e-3, torch.float16: 8e-4}
@@ -35,7 +26,11 @@ LIMITS = {torch.bfloat16: 4e-3, torch.float16: 8e-4}
 
 @dataclass(frozen=True)
 class Case:
-    """One product of random numbers. how: "plain", or "stream", "graph", "unaligned", "dequantized"."""
+    """One product of random numbers.
+
+    how     "plain", or "stream", "graph", "unaligned", "dequantized", "chain"
+    family  whose kernels it is for, see proof.FAMILIES
+    """
 
     name: str
     spec: QuantSpec
@@ -45,12 +40,17 @@ class Case:
     k: int
     bias: bool = False
     how: str = "plain"
+    family: str = "weight_only"
 
 
-def cases(full: bool = False) -> Iterator[Case]:
-    """The cases of the first use, or all: each format and scale that the layout has, and buckets of rows."""
-    from .layout import LAYOUT
+def cases(full: bool = False) -> Iterator[Case | Check]:
+    """The cases of the first use, or all."""
+    yield from products(full)
+    yield from self_test_inputs.cases(full)
 
+
+def products(full: bool = False) -> Iterator[Case]:
+    """Cases of the weight-only kernels: each format and scale that the layout has, and buckets of rows."""
     bf16, half = torch.bfloat16, torch.float16
     int4, int8 = QuantSpec(INT4, (64,), scale=bf16), QuantSpec(INT8, (-1,), scale=bf16)
     yield Case("int4, 1 row", int4, bf16, 1, 192, 1024, bias=True)
@@ -65,6 +65,7 @@ def cases(full: bool = False) -> Iterator[Case]:
     yield Case("int4, graph", int4, bf16, 1, 128, 2048, how="graph")
     yield Case("int4, unaligned input", int4, bf16, 2, 64, 512, how="unaligned")
     yield Case("int4, dequantized", int4, bf16, 3, 100, 300, how="dequantized")
+    yield Case("int4, chain of products", int4, bf16, 1, 512, 512, how="chain")
     if not full:
         return
     for spec, _ in dict.fromkeys(LAYOUT.examples):
@@ -78,10 +79,14 @@ def cases(full: bool = False) -> Iterator[Case]:
         yield Case(f"int8, {m} rows", int8, bf16, m, 500, 1090)
 
 
-def run(case: Case, device: torch.device | str) -> str | None:
+def run(case: Case | Check, device: torch.device | str) -> str | None:
     """None if the kernel's result is right, the same twice and finite, else what is wrong with it."""
     device = torch.device(device)
+    if isinstance(case, Check):
+        return case.check(device)
     w, x, bias = _inputs(case, device)
+    if case.how == "chain":
+        return _chain(case, w, x)
     exact = x.double() @ _weight(w).double().t()
     if bias is not None:
         exact = exact + bias.double()
@@ -116,8 +121,6 @@ def _inputs(case: Case, device: torch.device) -> tuple[AffineQuantizedTensor, Te
 
 
 def _product(case: Case, w: AffineQuantizedTensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    from . import weight_only
-
     static = weight_only.static_of(w.spec, tuple(w.stored_shape), case.dtype)
     held = weight_only.operand(static, w.spec, w.parts)
     if case.how == "dequantized":
@@ -144,21 +147,54 @@ def _product(case: Case, w: AffineQuantizedTensor, x: Tensor, bias: Tensor | Non
         torch.cuda.current_stream(x.device).wait_stream(stream)
         stream.synchronize()
         return y
+    return _replayed(product, x.device)
+
+
+def _chain(case: Case, w: AffineQuantizedTensor, x: Tensor) -> str | None:
+    """Each product reads the result of the one before: a kernel that starts ahead must wait for it."""
+    static = weight_only.static_of(w.spec, tuple(w.stored_shape), case.dtype)
+    held = weight_only.operand(static, w.spec, w.parts)
+    target, _, processors = weight_only.card(x.device)
+    tile = tiles.by_rule(target, static.decoding, case.m, small=static.small)
+    tile = replace(tile, ahead=x.device.type == "cuda" and capability(target) >= 90)
+
+    def chain(pause: bool) -> Tensor:
+        y = x
+        for _ in range(16 if x.device.type == "cuda" else 2):
+            y = weight_only.launch(y, held, None, static, tile, processors)
+            if pause and x.device.type == "cuda":
+                torch.cuda.synchronize(x.device)
+        return y
+
+    one_by_one = chain(True)
+    if not bool(one_by_one.isfinite().all()):
+        return "left NaN or infinity"
+    if not torch.equal(one_by_one, chain(False)):
+        return "a product did not wait for the one before it"
+    if x.device.type == "cuda" and not torch.equal(one_by_one, _replayed(lambda: chain(False), x.device)):
+        return "a product did not wait for the one before it, in a graph"
+    return None
+
+
+def _replayed(product: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """The result of a replay of a captured graph."""
     product()
-    torch.cuda.synchronize(x.device)
+    torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = product()
     y.fill_(float("nan"))
     graph.replay()
-    torch.cuda.synchronize(x.device)
+    torch.cuda.synchronize(device)
     return y.clone()
 
 
-def prove(device: torch.device | str, full: bool = False) -> dict[str, str | None]:
-    """The result of each case on a device: None, or what failed."""
+def prove(device: torch.device | str, full: bool = False, family: str | None = None) -> dict[str, str | None]:
+    """The result of each case of a family, or of all, on a device: None, or what failed."""
     found: dict[str, str | None] = {}
     for case in cases(full):
+        if family not in (None, case.family):
+            continue
         try:
             found[case.name] = run(case, device)
         except Exception as error:  # reported: a kernel that cannot be compiled or launched is not used
@@ -166,64 +202,4 @@ def prove(device: torch.device | str, full: bool = False) -> dict[str, str | Non
     return found
 
 
-def refusal(target: str) -> str | None:
-    """Why the Triton kernels must not be used for a target; None: they may, or this machine has no such device."""
-    setting = os.environ.get(VARIABLE, "")
-    if setting == "0":
-        return f"Triton kernels are switched off: {VARIABLE}=0"
-    if not torch.cuda.is_available() or device_type(target) != "cuda":
-        return None  # answers for a device that is not here, or fake tensors: as if it were there and proven
-    for index in range(torch.cuda.device_count()):
-        device = torch.device("cuda", index)
-        if target_of(device) == target:
-            if importlib.util.find_spec("triton") is None:
-                return f"needs triton: {install('gpu')}"
-            return None if setting == "1" else _verdict(device)
-    return None
-
-
-@lru_cache(maxsize=64)
-def _verdict(device: torch.device) -> str | None:
-    if torch.cuda.is_current_stream_capturing():
-        raise ArgumentError(
-            "the Triton kernels prove themselves at their first use on a device, which cannot be while a CUDA graph is "
-            "captured; run the model once before the capture, or run `pennyweight doctor --device cuda` once"
-        )
-    kept = cache_folder() / f"gpu-{_digest(device)}.json"
-    try:
-        found = json.loads(kept.read_text("utf-8"))["failed"]
-        if found is None or isinstance(found, str):
-            return found
-    except (OSError, ValueError, LookupError):
-        pass  # none was kept
-    with torch.inference_mode(False), torch.no_grad():
-        results = prove(device)
-    failed = next((f"{name}: {why}" for name, why in results.items() if why is not None), None)
-    if failed is not None:
-        failed = f"the kernel failed its self-test on this device ({failed})"
-        warnings.warn(
-            f"pennyweight does not use its Triton kernels on {torch.cuda.get_device_name(device)}: {failed}. Quantized "
-            "layers run on kernels of torch, or are dequantized at each call. `pennyweight doctor --device cuda` shows "
-            "all cases; please report them",
-            UserWarning,
-            stacklevel=2,
-        )
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps({"failed": failed}), "utf-8")
-    except OSError:  # nowhere to keep it: the next process proves again
-        pass
-    return failed
-
-
-def _digest(device: torch.device) -> str:
-    """Of all that a verdict depends on: card, driver, torch, triton and the sources of the kernels."""
-    import triton
-
-    digest = hashlib.sha256()
-    properties = torch.cuda.get_device_properties(device)
-    driver = torch._C._cuda_getDriverVersion() if hasattr(torch._C, "_cuda_getDriverVersion") else ""
-    digest.update(f"{properties.name} {target_of(device)} {driver} {torch.__version__} {triton.__version__}".encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:32]
+proof.register(lambda device, family: prove(device, family=family))

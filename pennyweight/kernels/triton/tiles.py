@@ -19,7 +19,7 @@ from .codes import Decoding
 from .layout import columns
 
 SHIPPED = Path(__file__).with_name("tiles.json")
-BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # rows of the input, rounded up
+BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # rows of the input, rounded up
 # Shared memory of one multiprocessor, bytes, and multiprocessors of a common card, by compute capability: CUDA C++
 # Programming Guide, "Compute Capabilities".
 _SHARED = {80: 163_840, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
@@ -32,6 +32,8 @@ class Tile:
     """bm, bn   rows of the input and of the weight that a program computes
     w        words of each row and field per step: 2 w columns of each plane
     warps, stages  Triton's num_warps and num_stages
+    fill     programs for each multiprocessor, up to which a sum is split
+    ahead    whether the kernel starts before the one in front of it has ended (compute capability 9.0 and later)
     before   whether scales per group are applied to weights, before the product, instead of to the sums of each group;
              always in groups of less than 64 columns
     """
@@ -42,9 +44,12 @@ class Tile:
     warps: int
     stages: int
     before: bool = False
+    fill: int = 2
+    ahead: bool = False
 
     def __str__(self) -> str:
-        return f"{self.bm}x{self.bn} w{self.w} {self.warps} warps {self.stages} stages{' before' * self.before}"
+        more = f"{' before' * self.before}{f' fill {self.fill}' if self.fill != 2 else ''}{' ahead' * self.ahead}"
+        return f"{self.bm}x{self.bn} w{self.w} {self.warps} warps {self.stages} stages{more}"
 
 
 def bucket(m: int) -> int:
@@ -75,7 +80,7 @@ def by_rule(target: str, d: Decoding, m: int, *, small: bool) -> Tile:
     """
     bm = min(bucket(m), 128)
     limit = shared_memory(target)
-    tile = Tile(bm, 64, 32, 4, 2, bm > 64)
+    tile = Tile(bm, 64, 32, 2 if bm == 8 else 4, 2, bm > 64)
     for w in (32,) if small else (32, 16, 8) if bm <= 64 else (16, 8):
         tile = replace(tile, w=w)
         fit = limit // 2 // step_bytes(d, tile)
@@ -88,40 +93,50 @@ def by_rule(target: str, d: Decoding, m: int, *, small: bool) -> Tile:
     return replace(tile, stages=min(3, max(2, fit)))
 
 
-# (bn, w, warps, stages, before) worth measuring, for up to 32 rows, 64 rows and more. For few rows memory decides: many
+# (bn, w, warps, stages, before) worth measuring, for up to 8, 32, 64 rows and more. For few rows memory decides: many
 # bytes in flight, scales applied late. For many rows the matrix unit does: long products, scales applied to weights.
+# Eight rows use the matrix unit by warps, not by groups of four warps, which cannot have less than 16 rows.
+_ONE = ((64, 32, 2, 4, False), (64, 32, 4, 4, False), (64, 32, 2, 3, False), (128, 32, 4, 3, False))
 _FEW = (
-    (64, 32, 4, 4, False), (64, 32, 4, 3, False), (64, 32, 4, 6, False), (128, 32, 8, 3, False), (128, 32, 8, 4, False),
-    (128, 32, 4, 3, False), (64, 16, 4, 6, False), (64, 32, 4, 2, False),
+    (64, 32, 4, 4, False), (64, 32, 4, 3, False), (64, 32, 4, 6, False), (128, 32, 8, 3, False), (128, 32, 4, 3, False),
 )  # fmt: skip
 _SOME = (
-    (64, 32, 4, 3, False), (64, 32, 4, 2, False), (64, 32, 4, 3, True), (128, 32, 8, 3, False), (128, 16, 8, 4, True),
-    (64, 16, 4, 4, False), (64, 32, 4, 4, False), (64, 16, 4, 4, True),
+    (64, 32, 4, 3, False), (64, 32, 4, 2, False), (128, 32, 8, 2, False), (64, 16, 4, 4, False), (64, 16, 4, 4, True),
+    (128, 16, 8, 4, True), (64, 32, 4, 3, True), (64, 32, 4, 4, False),
 )  # fmt: skip
 _MANY = (
-    (64, 16, 4, 3, True), (128, 16, 8, 3, True), (128, 16, 8, 2, True), (256, 16, 8, 3, True), (64, 16, 4, 2, True),
-    (64, 32, 4, 2, True), (128, 32, 8, 2, True), (128, 32, 8, 3, True), (256, 32, 8, 2, True),
+    (64, 16, 4, 3, True), (128, 16, 8, 3, True), (128, 16, 8, 2, True), (256, 16, 8, 3, True), (256, 16, 8, 2, True),
+    (128, 32, 8, 3, True),
 )  # fmt: skip
 
 
 def candidates(target: str, d: Decoding, m: int, *, small: bool) -> list[Tile]:
     """Tiles worth measuring for a bucket of rows, the rule's first. None of them exceeds the shared memory."""
     rows = bucket(m)
-    shapes = _FEW if rows <= 32 else _SOME if rows == 64 else _MANY
+    if rows == 8:
+        which = [(8, shape, fill) for fill in (2, 4) for shape in _ONE] + [(16, shape, 2) for shape in _FEW[:2]]
+    elif rows <= 32:
+        which = [(rows, shape, 2) for shape in _FEW] + [(rows, shape, 4) for shape in _FEW[:2]]
+    elif rows == 64:
+        which = [(64, shape, 2) for shape in _SOME]
+    else:
+        which = [(128, shape, 2) for shape in _MANY] + [(64, shape, 2) for shape in _SOME[:3]]
+        which += [(256, shape, 2) for shape in _MANY[:2]] if rows > 128 else []
     found = [by_rule(target, d, m, small=small)]
-    for bm in (rows,) if rows <= 64 else (128,) if rows == 128 else (128, 256):
-        for bn, w, warps, stages, before in shapes:
-            tile = Tile(bm, bn, w, warps, stages, before)
-            if not (small and w < 32) and step_bytes(d, tile) * max(1, stages - 1) <= shared_memory(target) - 4096:
-                found.append(tile)
+    for bm, (bn, w, warps, stages, before), fill in which:
+        tile = Tile(bm, bn, w, warps, stages, before, fill)
+        if not (small and w < 32) and step_bytes(d, tile) * max(1, stages - 1) <= shared_memory(target) - 4096:
+            found.append(tile)
+    if rows <= 64 and capability(target) >= 90:
+        found += [replace(tile, ahead=True) for tile in found[:3]]
     return list(dict.fromkeys(found))
 
 
-def split(programs: int, steps: int, processors: int) -> int:
-    """Programs that share one tile: the greatest power of two with at most two programs on each multiprocessor, and at
-    least two steps for each."""
+def split(programs: int, steps: int, most: int) -> int:
+    """Programs that share one tile: the greatest power of two with at most ``most`` programs in all, and at least two
+    steps for each."""
     parts = 1
-    while programs * parts * 2 <= 2 * processors and parts * 4 <= steps:
+    while programs * parts * 2 <= most and parts * 4 <= steps:
         parts *= 2
     return parts
 

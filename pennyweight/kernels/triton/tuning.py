@@ -17,7 +17,9 @@ HYSTERESIS = 1.02  # a new tile must be 2 % faster than the shipped one, so that
 FINALISTS = 3
 _LIMIT = 1e-2  # relative distance from the dequantized product
 # Bucket of rows -> the rows that are timed; the geometric mean of their times decides. The most used first
-ROWS = {16: (1, 16), 64: (64,), 32: (32,), 256: (256,), 128: (128,), 512: (512,), 1024: (1024,), 4096: (4096,)}
+ROWS = {
+    8: (1, 8), 16: (16,), 64: (64,), 256: (256,), 32: (32,), 128: (128,), 512: (512,), 1024: (1024,), 4096: (4096,),
+}  # fmt: skip
 _DEQUANTIZED_FROM = 256  # rows from which dequantizing the weight once may be faster
 Choice = Tile | None  # None: dequantize, and multiply with torch
 

@@ -28,7 +28,7 @@ from ...core.tracing import is_observed, plain_tensors
 from .. import gate_gpu
 from ..table import Bound, Case, Kernel, register_kernel
 from ..target import target_of
-from . import quantize, self_test, tiles, workspace
+from . import proof, quantize, tiles, workspace
 from .codes import DTYPES, Decoding, decoding
 from .layout import LAYOUT, ROWS, Groups, columns, fits, groups
 from .tiles import Tile
@@ -52,6 +52,7 @@ class Static:
     offset: bool
     outer: bool  # whether one more number multiplies all
     dtype: torch.dtype
+    values: tuple[float, ...] | None  # of a fixed table
 
     @property
     def small(self) -> bool:
@@ -90,18 +91,10 @@ def static_of(spec: QuantSpec, shape: tuple[int, ...], dtype: torch.dtype) -> St
     if isinstance(spec.scale, QuantSpec):
         kind = "e8m0" if spec.scale.format is E8M0 else "e4m3"
         outer = spec.scale.scale is not None
-    return Static(
-        shape[0],
-        shape[1],
-        -(-whole[1] // columns(d)),
-        d,
-        g,
-        kind,
-        bool(spec.zero_point),
-        spec.offset is not None,
-        outer,
-        dtype,
-    )
+    values = spec.format.values if d.kind == "table" and spec.format.kind == "table" else None
+    count = -(-whole[1] // columns(d))
+    flags = (bool(spec.zero_point), spec.offset is not None, outer)
+    return Static(shape[0], shape[1], count, d, g, kind, *flags, dtype, values)
 
 
 def table_words(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -155,6 +148,33 @@ def operand(static: Static, spec: QuantSpec, parts: Any) -> Operand:
     return Operand(codes, scale, zero, offset, table, outer, parts.perm, device, *act)
 
 
+@lru_cache(maxsize=256)
+def table_code(static: Static) -> tuple[str, ...]:
+    """PTX that decodes each plane of a word by a table that is known while the kernel is compiled; none for others.
+
+    With one operand, Triton moves the change of layout in front of it, see weight_only_kernel.py.
+    """
+    if static.values is None:
+        return ("", "", "", "")
+    words = [word & 0xFFFFFFFF for word in table_words(torch.tensor(static.values), static.dtype).tolist()]
+    low, high = ([f"0x{word:08x}" for word in words[i : i + 4]] for i in (0, 4))
+    lines = [".reg .b32 s, p, m, a, b, e0, e1, f0, f1;"]
+    for half, out in ((0, "e"), (1, "f")):
+        lines += [f"shr.u32 s, $1, {16 * half};", "and.b32 p, s, 0x8888;", "shr.u32 p, p, 3;", "and.b32 s, s, 0x7777;"]
+        lines += ["mov.b32 m, 0xff00;", "prmt.b32 m, m, m, p;"]
+        for i, table in enumerate((low, high)):
+            for name, (x, y) in (("a", table[:2]), ("b", table[2:])):
+                lines += [f"{{ .reg .b32 x, y; mov.b32 x, {x}; mov.b32 y, {y}; prmt.b32 {name}, x, y, s; }}"]
+            lines += ["xor.b32 b, b, a;", "and.b32 b, b, m;", f"xor.b32 {out}{i}, a, b;"]
+    found = []
+    for plane in range(4):
+        pick = "0x5140" if plane < 2 else "0x7362"
+        tail = [f"prmt.b32 e0, e0, e1, {pick};", f"prmt.b32 f0, f0, f1, {pick};"]
+        tail += [f"prmt.b32 $0, e0, f0, {'0x5410' if plane % 2 == 0 else '0x7632'};"]
+        found.append("{ " + " ".join([*lines, *tail]) + " }")
+    return tuple(found)
+
+
 @lru_cache(maxsize=16384)
 def _options(static: Static, tile: Tile, parts: int, bias: bool) -> dict[str, Any]:
     """The kernel's arguments that are known while it is compiled."""
@@ -174,7 +194,8 @@ def _options(static: Static, tile: Tile, parts: int, bias: bool) -> dict[str, An
         "G": g.size if g.small else 64, "WIDTH": g.width, "LOG": log.bit_length() - 1 if group else 0, "TILES": g.tiles,
         "HAS_Z": static.zero_point, "HAS_O": static.offset, "HAS_R": static.outer, "HAS_B": bias,
         "EVEN": static.k == static.tiles * static.columns, "T": dtype, "BM": tile.bm, "BN": tile.bn, "W": tile.w,
-        "SPLIT": parts, "BEFORE": before, "STAGES": tile.stages, "num_warps": tile.warps, "num_stages": tile.stages,
+        "SPLIT": parts, "BEFORE": before, "ASM": table_code(static), "AHEAD": tile.ahead, "STAGES": tile.stages,
+        "num_warps": tile.warps, "num_stages": tile.stages, **({"launch_pdl": True} if tile.ahead else {}),
     }  # fmt: skip
 
 
@@ -182,7 +203,7 @@ def grid(static: Static, m: int, tile: Tile, processors: int) -> tuple[int, int,
     """Programs along the rows of the weight, parts of a sum, and rows of the input."""
     rows, cols = -(-static.n // tile.bn), -(-m // tile.bm)
     steps = static.tiles * (32 // tile.w)
-    return rows, tiles.split(rows * cols, steps, processors), cols
+    return rows, tiles.split(rows * cols, steps, tile.fill * processors), cols
 
 
 def launch(x: Tensor, w: Operand, bias: Tensor | None, static: Static, tile: Tile, processors: int) -> Tensor:
@@ -210,7 +231,7 @@ def dequantize(w: Operand, static: Static) -> Tensor:
     y = torch.empty((static.n, static.k), dtype=static.dtype, device=w.codes.device)
     options = _options(static, Tile(16, 64, 32, 4, 2), 1, False)
     names = ("KIND", "B0", "B1", "B2", "COLS", "ZERO", "MANTISSA", "UP", "SCALE", "SKIND", "G", "WIDTH", "LOG", "TILES",
-             "HAS_Z", "HAS_O", "HAS_R", "EVEN", "T")  # fmt: skip
+             "HAS_Z", "HAS_O", "HAS_R", "EVEN", "T", "ASM")  # fmt: skip
     kernel[(-(-static.n // ROWS), static.tiles)](
         w.codes, w.scale, w.zero_point, w.offset, w.table, w.outer, y, static.n, static.k,
         **{name: options[name] for name in names}, num_warps=4,
@@ -219,7 +240,7 @@ def dequantize(w: Operand, static: Static) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _card(device: torch.device) -> tuple[str, str, int]:
+def card(device: torch.device) -> tuple[str, str, int]:
     """Target, name and multiprocessors of a device."""
     if device.type != "cuda":
         return "cpu", "", tiles.processors("")
@@ -255,7 +276,7 @@ def bind_static(static: Static, spec: QuantSpec, act: ActivationSpec | None = No
         bias = gate_gpu.vector(bias, "bias", n, floats, w.device)
         if act is not None:
             rows = quantize.fake_quantized(rows, act, w.act_scale, w.act_zero_point)
-        target, name, processors = _card(w.device)
+        target, name, processors = card(w.device)
         tile = tiles.choose(target, name, static.decoding, tiles.bucket(m), small=static.small, offset=static.offset)
         if tile is None:
             y = F.linear(rows, dequantize(w, static), None if bias is None else bias.to(dtype))
@@ -272,13 +293,13 @@ def run_tile(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None, tile: Til
     held = operand(static, w.spec, w.parts)
     if tile is None:
         return F.linear(x, dequantize(held, static), bias)
-    return launch(x, held, bias, static, tile, _card(x.device)[2])
+    return launch(x, held, bias, static, tile, card(x.device)[2])
 
 
 def prepared(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None, tile: Tile | None) -> Callable[[], Tensor]:
     """As :func:`run_tile`, with all checks done before: a function that only launches."""
     static = static_of(w.spec, tuple(w.stored_shape), x.dtype)
-    held, processors = operand(static, w.spec, w.parts), _card(x.device)[2]
+    held, processors = operand(static, w.spec, w.parts), card(x.device)[2]
     if tile is None:
         return lambda: F.linear(x, dequantize(held, static), bias)
     return lambda: launch(x, held, bias, static, tile, processors)
@@ -295,7 +316,7 @@ def _accepts(case: Case) -> bool | str:
         return f"for bfloat16 and float16 inputs, not {case.dtype}"
     if (verdict := fits(case.spec, case.shape)) is not True:
         return verdict
-    return self_test.refusal(case.device) or True
+    return proof.refusal(case.device, "weight_only") or True
 
 
 def accepts_quantized_input(case: Case) -> bool | str:
@@ -305,7 +326,7 @@ def accepts_quantized_input(case: Case) -> bool | str:
         return verdict
     if (verdict := _accepts(case)) is not True:
         return verdict
-    return self_test.refusal(case.device, quantize.FAMILY) or True
+    return proof.refusal(case.device, quantize.FAMILY) or True
 
 
 def _linear(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:

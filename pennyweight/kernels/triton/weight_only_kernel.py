@@ -110,8 +110,15 @@ def look_up(word, J: tl.constexpr, t0, t1, t2, t3):
 
 
 @triton.jit
-def table_plane(word, P: tl.constexpr, t_ptr, T: tl.constexpr):
-    """Numbers of plane P of words of 4-bit codes. t: int32 [8], the low bytes of 16 numbers, then their high bytes."""
+def table_plane(word, P: tl.constexpr, t_ptr, T: tl.constexpr, ASM: tl.constexpr):
+    """Numbers of plane P of words of 4-bit codes. t: int32 [8], the low bytes of 16 numbers, then their high bytes.
+
+    ASM: PTX of each plane with the table in it. Triton moves the change of layout from a tensor in memory to an operand
+    in front of code with one operand; otherwise words pass through shared memory once more.
+    """
+    if not INTERPRET:
+        if len(ASM[P]) > 0:
+            return halves(tl.inline_asm_elementwise(ASM[P], "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1), T)
     u = word.to(tl.uint32, bitcast=True)
     l0 = tl.load(t_ptr).to(tl.uint32, bitcast=True)
     l1 = tl.load(t_ptr + 1).to(tl.uint32, bitcast=True)
@@ -148,10 +155,11 @@ def piece(words, FIRST: tl.constexpr, P: tl.constexpr, B: tl.constexpr, AT: tl.c
 def numbers(
     words, t_ptr, P: tl.constexpr, KIND: tl.constexpr, B0: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr,
     COLS: tl.constexpr, ZERO: tl.constexpr, MANTISSA: tl.constexpr, UP: tl.constexpr, T: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """The numbers of plane P of a tile, [R, 2 W]; kind "int" in bfloat16 times 2**-6."""
     if KIND == "table":
-        return table_plane(tl.load(words), P, t_ptr, T)
+        return table_plane(tl.load(words), P, t_ptr, T, ASM)
     BITS: tl.constexpr = B0 + B1 + B2
     AT: tl.constexpr = (P * B0) % 8 if B1 == 0 else 0  # in the low byte of each half: there bits are linear, codes.py
     v = piece(words, 0, P, B0, AT)
@@ -232,6 +240,14 @@ def scaled_plus(w, s, o, UNIT: tl.constexpr):
         return narrow(widen(w) * widen(s) + widen(o) * UNIT, w.dtype)
 
 
+@triton.jit
+def fetch(p):
+    """Read the lines of memory at pointers p into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @triton.jit(do_not_specialize=["M"])
 def weight_only(
     x_ptr, w_ptr, s_ptr, z_ptr, o_ptr, t_ptr, r_ptr, b_ptr, y_ptr, part_ptr, lock_ptr, M, N, K, NT,
@@ -239,7 +255,8 @@ def weight_only(
     MANTISSA: tl.constexpr, UP: tl.constexpr, SCALE: tl.constexpr, SKIND: tl.constexpr, G: tl.constexpr,
     WIDTH: tl.constexpr, LOG: tl.constexpr, TILES: tl.constexpr, HAS_Z: tl.constexpr, HAS_O: tl.constexpr,
     HAS_R: tl.constexpr, HAS_B: tl.constexpr, EVEN: tl.constexpr, T: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    W: tl.constexpr, SPLIT: tl.constexpr, BEFORE: tl.constexpr, STAGES: tl.constexpr,
+    W: tl.constexpr, SPLIT: tl.constexpr, BEFORE: tl.constexpr, ASM: tl.constexpr, AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """y[m, n] = sum_k x[m, k] ((u[n, k] - zero - z) s + o) r + b[n], for a tile of BM x BN numbers.
 
@@ -252,6 +269,8 @@ def weight_only(
     W        words of each row and field that a step reads: 2 W columns of each plane
     NT       tiles of a row of tiles, of COLS columns each
     EVEN     whether K is NT * COLS
+    AHEAD    the kernel starts before the one in front of it has ended, fetches weights, and waits for it (compute
+             capability 9.0; launch_pdl)
     SPLIT    programs that share a tile. The last one to finish adds their sums in a fixed order, so results do not
              depend on timing. Each lock is zero before and after
     """
@@ -274,6 +293,15 @@ def weight_only(
     rows = w_ptr + (block * NT * WORDS + (n % 64) * 32)[:, None] + tl.arange(0, W)[None, :]
     xrow = x_ptr + m.to(tl.int64)[None, :] * K
     at = (block * tl.cdiv(NT, TILES) * (64 * WIDTH) + (n % 64) * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
+    if AHEAD:  # the weight does not depend on the kernel in front of this one
+        if not INTERPRET:
+            start = pk * per // SUB
+            for step in tl.static_range(STAGES - 1):
+                for field in tl.static_range(WORDS // 2048):
+                    tile_at = (block * NT + tl.minimum(start + step, NT - 1)) * WORDS + field * 2048
+                    fetch(w_ptr + tile_at + (n % 64) * 32)
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
     if SCALE == "row":
         row_s = tl.load(s_ptr + n, mask=n < N, other=0.0)[:, None]
         if HAS_Z:
@@ -309,7 +337,7 @@ def weight_only(
                     x = tl.load(xrow + k[:, None], mask=(m < M)[None, :], other=0.0)
                 else:
                     x = tl.load(xrow + k[:, None], mask=(m < M)[None, :] & (k < K)[:, None], other=0.0)
-                w = numbers(words, t_ptr, g * SHARE + q, KIND, B0, B1, B2, COLS, ZERO, MANTISSA, UP, T)
+                w = numbers(words, t_ptr, g * SHARE + q, KIND, B0, B1, B2, COLS, ZERO, MANTISSA, UP, T, ASM)
                 if HAS_Z:
                     w = plus(w, narrow(z.to(tl.float32) * -UNIT, T))
                 if BEFORE:
@@ -321,6 +349,16 @@ def weight_only(
                 if HAS_O and not BEFORE:  # a product of its own, of few registers and instructions
                     if o.dtype == T:
                         same = tl.broadcast_to(times(o, narrow(tl.full((1, 1), UNIT, tl.float32), T)), (BN, 2 * W))
+                        if (
+                            BM < 16
+                        ):  # the two products want different layouts of x: one load for both would not be pipelined
+                            if EVEN:
+                                x = tl.load(xrow + k[:, None], mask=(m < M)[None, :], other=0.0, cache_modifier=".ca")
+                            else:
+                                x = tl.load(
+                                    xrow + k[:, None], mask=(m < M)[None, :] & (k < K)[:, None], other=0.0,
+                                    cache_modifier=".ca",
+                                )  # fmt: skip
                         acc = dot(same, x, acc)
                     else:
                         ones = narrow(tl.full((BN, 2 * W), 1.0, tl.float32), T)
@@ -361,7 +399,7 @@ def dequantize(
     KIND: tl.constexpr, B0: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, COLS: tl.constexpr, ZERO: tl.constexpr,
     MANTISSA: tl.constexpr, UP: tl.constexpr, SCALE: tl.constexpr, SKIND: tl.constexpr, G: tl.constexpr,
     WIDTH: tl.constexpr, LOG: tl.constexpr, TILES: tl.constexpr, HAS_Z: tl.constexpr, HAS_O: tl.constexpr,
-    HAS_R: tl.constexpr, EVEN: tl.constexpr, T: tl.constexpr,
+    HAS_R: tl.constexpr, EVEN: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """y[n, k] = ((u[n, k] - zero - z) s + o) r for one tile, computed in float32 and rounded once. As weight_only."""
     rt = tl.program_id(0).to(tl.int64)
@@ -378,7 +416,7 @@ def dequantize(
     words = w_ptr + ((rt * nt + kt) * WORDS + r * 32)[:, None] + tl.arange(0, 32)[None, :]
     tile = ((rt * tl.cdiv(nt, TILES) + kt // TILES) * (64 * WIDTH) + r * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
     for q in tl.static_range(PLANES):
-        w = widen(numbers(words, t_ptr, q, KIND, B0, B1, B2, COLS, ZERO, MANTISSA, UP, T)) * (1.0 / UNIT)
+        w = widen(numbers(words, t_ptr, q, KIND, B0, B1, B2, COLS, ZERO, MANTISSA, UP, T, ASM)) * (1.0 / UNIT)
         if SCALE == "row":
             if HAS_Z:
                 w = w - tl.load(z_ptr + n, mask=n < N, other=0).to(tl.float32)[:, None]
