@@ -35,6 +35,7 @@ from .torch_gpu_layouts import (
     is_nvfp4,
     tiled_scales,
 )
+from .triton.quantize import quantized
 
 QT = AffineQuantizedTensor
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -160,7 +161,7 @@ def int_mm(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
     codes = aligned(w._codes, "codes", torch.int8, (n, k), x.device)
     assert w._scale is not None
     assert w.act is not None
-    q = encode_activation(rows(x, k, FLOATS, x.device), w.act, w.act_scale, w.act_zero_point)
+    q = quantized(rows(x, k, FLOATS, x.device), w.act, w.act_scale, w.act_zero_point)
     m, a = q.codes.shape[0], q.codes.contiguous()
     if m < LEAST_ROWS:
         a = F.pad(a, (0, 0, 0, PADDED_ROWS - m))
@@ -206,7 +207,7 @@ def scaled_mm(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
     codes = aligned(w._codes, "codes", (torch.float8_e4m3fn, torch.float8_e5m2), (n, k), x.device)
     assert w._scale is not None
     assert w.act is not None
-    q = encode_activation(rows(x, k, FLOATS, x.device), w.act, w.act_scale, w.act_zero_point)
+    q = quantized(rows(x, k, FLOATS, x.device), w.act, w.act_scale, w.act_zero_point)
     sx, sw = q.scale.float(), w._scale.float()
     if sx.numel() > 1 or sw.numel() > 1:
         sx = sx.reshape(-1, 1).expand(q.codes.shape[0], 1).contiguous()

@@ -31,6 +31,7 @@ FAMILIES = {
         "triton_weight_only",
         "quantized layers with float inputs run on kernels of torch, or are dequantized at each call",
     ),
+    "quantize": ("quantize_rows", "inputs are quantized by torch's operators, several times as slowly"),
 }
 Prover = Callable[[torch.device, str], dict[str, str | None]]
 _PROVERS: list[Prover] = []  # one, set by self_test
