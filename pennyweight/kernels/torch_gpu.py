@@ -136,6 +136,12 @@ LEAST_ROWS, PADDED_ROWS = 17, 32  # _int_mm needs more than 16 rows: fewer are p
 
 
 def _accepts_int_mm(case: Case) -> bool | str:
+    verdict = accepts_int8(case)
+    return verdict if verdict is not True else _within(LIMITS["int8"], case)
+
+
+def accepts_int8(case: Case) -> bool | str:
+    """True, or why the codes of weight and input are no operands of an int8 product, whatever the sizes."""
     act = _act(case)
     if isinstance(act, str):
         return act
@@ -146,7 +152,7 @@ def _accepts_int_mm(case: Case) -> bool | str:
         return "needs a 2-d weight with one scale per row or per tensor"
     if act.spec.block not in (None, (-1,)):
         return "needs one activation scale per token or per tensor"
-    return _within(LIMITS["int8"], case)
+    return True
 
 
 def _plain(spec: QuantSpec) -> bool:

@@ -12,14 +12,24 @@ from torch import Tensor
 from ...core.formats import E4M3, E5M2, INT8
 from ...core.numerics import Parts
 from ...core.spec import ActivationSpec, QuantSpec
+from ...core.tensor import AffineQuantizedTensor
 from ..activation import encode_activation, quantize_activation
-from . import quantize
+from . import low_precision, quantize
+from .weight_only import card
 
+# Greatest ||y - exact|| / ||exact|| of products of codes: sums are exact, the result is rounded once
+LIMITS = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-6}
 BF16, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 INT8_TOKEN = ActivationSpec(QuantSpec(INT8, (-1,)), eps=torch.finfo(torch.float32).eps)
 ZERO_POINT = ActivationSpec(QuantSpec(INT8, (-1,), zero_point=True), eps=torch.finfo(torch.float32).eps)
 E4M3_TOKEN = ActivationSpec(QuantSpec(E4M3, (-1,)))
 E4M3_TENSOR = ActivationSpec(QuantSpec(E4M3, None))
+
+
+TILES = {  # that no small product gets
+    "128x256": low_precision.Tile(128, 256, 128, 8, 3),
+    "128x256 in blocks": low_precision.Tile(128, 256, 128, 8, 3, blocks=True),
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,29 @@ def numbers(m: int, k: int, dtype: torch.dtype, *, special: bool = True) -> Tens
         x[0], x[1, k // 2], x[2, 0] = 0, float("nan"), float("inf")
         x[3] = x[3] * torch.finfo(dtype).smallest_normal
     return x
+
+
+def result(product: Callable[[], Tensor], how: str, device: torch.device) -> Tensor:
+    """What product() returns: called "plain", in a second "stream", or from the replay of a captured "graph"."""
+    if device.type != "cuda" or how == "plain":
+        return product()
+    if how == "stream":
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            y = product()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        stream.synchronize()
+        return y
+    product()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = product()
+    y.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize(device)
+    return y.clone()
 
 
 def difference(found: Tensor | None, wanted: Tensor | None, name: str) -> str | None:
@@ -101,8 +134,79 @@ def _norm(act: ActivationSpec, dtype: torch.dtype, m: int, k: int) -> Callable[[
     return check
 
 
+def _int8(
+    dtype: torch.dtype, m: int, n: int, k: int, *, block: tuple[int, ...] | None = (-1,), bias: bool = False,
+    how: str = "plain", tile: low_precision.Tile | None = None,
+) -> Callable[[torch.device], str | None]:  # fmt: skip
+    """A product of int8 codes, compared with exact sums. how: "plain", or "graph" or "stream"."""
+
+    def check(device: torch.device) -> str | None:
+        x = numbers(m, k, dtype, special=False)
+        if m > 4:
+            x[0], x[1, 0] = 0, float("nan")
+        w = AffineQuantizedTensor.from_float(numbers(n, k, FULL, special=False) * 0.05, QuantSpec(INT8, block))
+        added = numbers(1, n, dtype, special=False)[0] if bias else None
+        q = encode_activation(x, INT8_TOKEN, None, None)
+        sums = q.codes.double() @ w.codes.double().t()
+        assert isinstance(w.scale, Tensor)
+        exact = sums * q.scale.double() * w.scale.double().reshape(-1) + (0 if added is None else added.double())
+        bound = low_precision.bind_static(w.spec, INT8_TOKEN, (n, k), dtype)
+        held = bound.operand(w.parts.map(lambda t: t.to(device)))
+        there, b = x.to(device), None if added is None else added.to(device)
+
+        def product() -> Tensor:
+            # the allocator hands this memory out again: what the kernel does not write is NaN
+            torch.full((m, n), float("nan"), dtype=dtype, device=device)
+            if tile is not None:
+                codes = quantize.encode(there, INT8_TOKEN)
+                processors = card(device)[2]
+                return low_precision.launch(codes.codes, codes.scale, held, b, dtype, tile, processors)
+            y = bound.run(there, held, b)
+            assert y is not None
+            return y
+
+        y = result(product, how, device).cpu()
+        if bool((y.isnan() != exact.isnan()).any()):
+            return "NaN of an input is not where it should be"
+        good = ~exact.isnan()
+        error = float((y[good].double() - exact[good]).norm() / exact[good].norm())
+        if not error <= LIMITS[dtype]:
+            return f"relative error {error:.1e}, at most {LIMITS[dtype]:.0e} is expected"
+        return difference(product(), y, "a second run")
+
+    return check
+
+
 def cases(full: bool = False) -> Iterator[Check]:
     """The cases of the first use, or all."""
+    yield from _quantizing(full)
+    yield from _products(full)
+
+
+def _products(full: bool) -> Iterator[Check]:
+    def case(name: str, check: Callable[[torch.device], str | None]) -> Check:
+        return Check(f"int8 inputs, {name}", low_precision.FAMILY, check)
+
+    yield case("1 row", _int8(BF16, 1, 192, 1024, bias=True))
+    yield case("5 rows, odd sizes", _int8(BF16, 5, 101, 1104))
+    yield case("33 rows", _int8(BF16, 33, 130, 608, bias=True))
+    yield case("65 rows, one scale for the weight", _int8(BF16, 65, 200, 528, block=None))
+    yield case("150 rows", _int8(BF16, 150, 264, 528, bias=True))
+    yield case("520 rows", _int8(BF16, 520, 264, 272, bias=True))
+    yield case("16 rows, graph", _int8(BF16, 16, 128, 2048, how="graph"))
+    yield case("16 rows, second stream", _int8(BF16, 16, 128, 2048, how="stream"))
+    if not full:
+        return
+    yield case("no bias, no rows beyond", _int8(HALF, 128, 256, 256))
+    for dtype in (BF16, HALF, FULL):
+        for m in (1, 16, 17, 64, 128, 129, 500, 1030):
+            name = f"{str(dtype).removeprefix('torch.')}, {m} rows"
+            yield case(name, _int8(dtype, m, 328, 1040 if m % 2 else 1024, bias=m % 2 == 0))
+    for name, tile in TILES.items():
+        yield case(f"tiles {name}", _int8(BF16, 300, 528, 400, bias=True, tile=tile))
+
+
+def _quantizing(full: bool) -> Iterator[Check]:
 
     def case(name: str, check: Callable[[torch.device], str | None]) -> Check:
         return Check(f"quantize, {name}", quantize.FAMILY, check)
