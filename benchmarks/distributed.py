@@ -38,6 +38,10 @@ TRAINABLE = {
 }
 
 
+# torch 2.11 has it under its former name
+GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
+
 class Counting:
     """torch's all-gather, counting the bytes that it is given."""
 
@@ -49,7 +53,7 @@ class Counting:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         self.sent += input_tensor.nbytes
-        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 def work(rank: int, ranks: int, width: int, folder: str) -> None:

@@ -32,11 +32,11 @@ _COMPILE_SECONDS = 60.0
 def cases(ctx: Context) -> Iterator[Case]:
     for scheme in SCHEMES:  # what a user runs comes first
         yield Case(f"layers: {scheme}", partial(layers, ctx, scheme), 90)  # the first runs the self-test
-    yield from _kernel_cases(ctx)
-    for name, run in (("_int_mm", int_mm), ("_scaled_mm by rows", scaled_mm), ("_weight_int4pack_mm", int4pack)):
-        yield Case(f"torch: {name}", partial(run, ctx), 20)
     for scheme in ("int4", "int8", "float8-dynamic"):
         yield Case(f"compile, save, load: {scheme}", partial(whole_path, ctx, scheme), _COMPILE_SECONDS)
+    for name, run in (("_int_mm", int_mm), ("_scaled_mm by rows", scaled_mm), ("_weight_int4pack_mm", int4pack)):
+        yield Case(f"torch: {name}", partial(run, ctx), 20)
+    yield from _kernel_cases(ctx)
 
 
 def _kernel_cases(ctx: Context) -> Iterator[Case]:

@@ -62,9 +62,10 @@ TUNED: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "int4-offset": (("int4",), _ALL),
     "int4": (("int4-symmetric",), _ALL),
     "int8": (("int8",), _ALL),
-    "int2": (("int2",), (16,)),
-    "float8": (("float8",), (16, 64)),
-    "table4": (("nf4",), (16, 64)),
+    "int2": (("int2",), (8,)),
+    "int1": (("int1",), (8,)),
+    "float8": (("float8",), (8, 16, 64)),
+    "table4": (("nf4",), (8, 16, 64)),
 }
 
 

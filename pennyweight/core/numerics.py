@@ -97,7 +97,7 @@ def store_qparams(
 ) -> tuple[tuple[Any, Tensor | None, Any], Params]:
     """scale, zero_point and offset as stored under ``spec``, and their dequantized values."""
     given = {"scale": params.scale, "zero_point": params.zero_point, "offset": params.offset}
-    if {name for name, value in given.items() if value is not None} != spec.part_specs().keys():
+    if {name for name, value in given.items() if value is not None} != set(spec.part_specs()):
         raise ValueError(f"{spec} stores {[*spec.part_specs()]}; the given parameters have other parts")
     scale = _store(params.scale, spec.scale, of_whole)
     offset = _store_offset(params.offset, spec.offset)

@@ -18,6 +18,8 @@ from ..core.tensor import AffineQuantizedTensor
 from .rank_check import part_tensors
 
 INT8_128 = QuantSpec(INT8, (128,))
+# torch 2.11 has it under its former name, which later releases deprecate
+_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
 class QuantizedAllGather:
@@ -47,12 +49,12 @@ class QuantizedAllGather:
         self.plain += input_tensor.nbytes
         if not input_tensor.is_floating_point() or input_tensor.numel() < self.least:
             self.sent += input_tensor.nbytes
-            return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+            return _gather(output_tensor, input_tensor, group=group, async_op=async_op)
         mine = self._quantized(input_tensor)
         raw = torch.cat([p.contiguous().view(-1).view(torch.uint8) for p in part_tensors(mine)])
         count = output_tensor.numel() // max(1, input_tensor.numel())
         everyone = torch.empty(count * raw.numel(), dtype=torch.uint8, device=raw.device)
-        dist.all_gather_single(everyone, raw, group=group)
+        _gather(everyone, raw, group=group)
         self.sent += raw.nbytes
         output_tensor.view(count, -1).copy_(self._values(mine, everyone.view(count, -1)).view(count, -1))
         return None

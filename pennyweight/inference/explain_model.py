@@ -166,7 +166,7 @@ def _weight(where: list[Any], dtype: torch.dtype, target: str | None) -> LayerKe
     op = site.op if isinstance(site, Site) else op_of(tensor.spec, tensor.stored_shape)
     case = case_of(tensor, dtype)
     told = explain_case(op, case if target is None else moved(case, target), any_layout=target is not None)
-    verdicts = told.by_device()[0]
+    verdicts = told.rows
     chosen = next(i for i, (_, _, verdict) in enumerate(verdicts) if verdict == "RUNS")
     better = [f"{name}: {why}" for name, rank, why in verdicts[:chosen] if rank > verdicts[chosen][1]]
     name, rank, _ = verdicts[chosen]

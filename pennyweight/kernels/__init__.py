@@ -3,7 +3,6 @@
 from . import (
     convolution,
     embedding,
-    gate_gpu,
     linear,
     ops,
     recurrent,
@@ -39,7 +38,6 @@ __all__ = [
     "embedding",
     "explain",
     "explain_case",
-    "gate_gpu",
     "get_kernel",
     "kernels",
     "linear",

@@ -15,9 +15,17 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Dtype to which autocast casts the input of a matrix product; None if autocast is off or unavailable for the
     device, and for float64, which it does not change."""
     kind = x.device.type
-    if x.dtype is torch.float64 or not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    if x.dtype is torch.float64 or not (_has_autocast(kind) and torch.is_autocast_enabled(kind)):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
+
+
+# torch.compiler.assume_constant_result, which would import torch._dynamo: that of torch 2.11 cannot trace the call
+_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def quantize_activation(

@@ -199,39 +199,37 @@ def moved(case: Case, target: str) -> Case:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """Every row of the table for one case, with its verdict. Meant to be printed."""
+    """Every row of the table for one case, with its verdict. Meant to be printed.
+
+    rows       (name, rank, verdict) of the kernels for devices of this type, best first
+    elsewhere  names of kernels for other types of devices only
+    """
 
     op: str
     case: Case
     rows: tuple[tuple[str, int, str], ...]  # name, rank, verdict
     row_independent: bool | str = True  # of the selected kernel; see the function of this name
+    elsewhere: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         runs = next((name for name, _, verdict in self.rows if verdict == "RUNS"), "nothing")
         return f"<Explanation: {runs} runs {self.op}: {self.case}>"
 
-    def by_device(self) -> tuple[list[tuple[str, int, str]], list[str]]:
-        """The rows of kernels for the device of the case, and the names of those for other types of devices only."""
-        kind = device_type(self.case.device)
-        others = [name for name, _, _ in self.rows if not _on(kind, get_kernel(self.op, name).devices)]
-        return [row for row in self.rows if row[0] not in others], others
-
     def _repr_html_(self) -> str:
         from ..core.html_table import html_table
 
-        rows = [[name, str(rank), verdict] for name, rank, verdict in self.by_device()[0]]
+        rows = [[name, str(rank), verdict] for name, rank, verdict in self.rows]
         runs = next((i for i, row in enumerate(rows) if row[2] == "RUNS"), None)
         note = str(self).splitlines()[1 + len(rows) :]
         title = f"{self.op}: {self.case}"
         return html_table(("kernel", "rank", "verdict"), rows, title=title, notes=note, right=("rank",), bold=runs)
 
     def __str__(self) -> str:
-        here, elsewhere = self.by_device()
-        width = max((len(name) for name, _, _ in here), default=0)
+        width = max((len(name) for name, _, _ in self.rows), default=0)
         lines = [f"{self.op}: {self.case}"]
-        lines += [f"  {name:<{width}}  rank {rank:>3}  {verdict}" for name, rank, verdict in here]
-        if elsewhere and self.case.device != "cpu":  # who asks about a CPU has no use for the names of GPU kernels
-            lines.append(f"  for other devices: {', '.join(elsewhere)}")
+        lines += [f"  {name:<{width}}  rank {rank:>3}  {verdict}" for name, rank, verdict in self.rows]
+        if self.elsewhere and self.case.device != "cpu":  # who asks about a CPU has no use for the names of GPU kernels
+            lines.append(f"  for other devices: {', '.join(self.elsewhere)}")
         if self.op in ("linear", "bmm"):
             kept = self.row_independent
             lines.append(
@@ -284,10 +282,15 @@ def explain(x: Any, w: AffineQuantizedTensor, op: str = "", *, device: torch.dev
 def explain_case(op: str, case: Case, *, any_layout: bool = False) -> Explanation:
     """As :func:`explain`, for a case."""
     rows: list[tuple[str, int, str]] = []
+    elsewhere: list[str] = []
     chosen: Kernel | None = None
+    kind = device_type(case.device)
     for k in kernels(op):
+        if not _on(kind, k.devices):
+            elsewhere.append(k.name)
+            continue
         reason = k.refuses(case, any_layout=any_layout)
         if reason is None:
             reason, chosen = ("RUNS", k) if chosen is None else ("works, but a better one runs", chosen)
         rows.append((k.name, k.rank, reason))
-    return Explanation(op, case, tuple(rows), chosen is None or row_independent(chosen, case))
+    return Explanation(op, case, tuple(rows), chosen is None or row_independent(chosen, case), tuple(elsewhere))

@@ -23,7 +23,7 @@ KNOWN = (
     "cpu", "cuda:sm_80", "cuda:sm_86", "cuda:sm_89", "cuda:sm_90", "cuda:sm_100", "cuda:sm_120", "hip:gfx90a",
     "hip:gfx942", "hip:gfx950", "mps", "xpu",
 )  # fmt: skip
-_WRITTEN = re.compile(r"cpu|mps|xpu|cuda:sm_(?:[5-9]\d|1\d\d)|hip:gfx[0-9a-f]{3,4}")
+_WRITTEN = r"cpu|mps|xpu|cuda:sm_(?:[5-9]\d|1\d\d)|hip:gfx[0-9a-f]{3,4}"  # compiled at its first use, not by an import
 _ASSUMED: dict[str, str] = {}  # device type -> target, under :func:`assume_target`
 
 
@@ -105,7 +105,7 @@ def read_target(device: torch.device | str, name: str = "device") -> str:
     if not isinstance(device, (str, torch.device)):
         raise ArgumentTypeError(f"{name} must be a device or a target such as 'cuda:sm_90', got {show(device)}")
     text = str(device)
-    if _WRITTEN.fullmatch(text):
+    if re.fullmatch(_WRITTEN, text):
         return text
     if text in ("gpu", "cuda") and not torch.cuda.is_available():
         raise ArgumentError(

@@ -229,8 +229,10 @@ def test_nothing_is_computed_or_kept_that_is_not_wanted() -> None:
     assert b.grad is not None
     y = linear(x, w, None, "tensorwise")  # one scale for all: the codes serve twice
     assert y.grad_fn.saved_tensors[0].dtype is torch.float8_e4m3fn
-    assert linear(x, w, None, "bitnet").grad_fn.saved_tensors[0].dtype is torch.int8
-    assert linear(x, w, None, "rowwise").grad_fn.saved_tensors[0].data_ptr() == x.data_ptr()
+    y = linear(x, w, None, "bitnet")
+    assert y.grad_fn.saved_tensors[0].dtype is torch.int8
+    y = linear(x, w, None, "rowwise")
+    assert y.grad_fn.saved_tensors[0].data_ptr() == x.data_ptr()
 
 
 def test_the_output_is_no_view_and_can_be_written_to() -> None:
@@ -344,7 +346,7 @@ def test_every_row_gives_the_products_of_values(a: str, b: str, k: int) -> None:
     if a == "int8":
         if gemm_table.select(gemm_table.case_of(one, two, torch.float32)).name == "torch._int_mm":
             rows["int_mm"] = gemm_table.int_mm
-    else:
+    elif torch.__version__ >= "2.12" or a == b == "tensor":  # torch 2.11 has no row scales on a CPU
         rows["scaled_mm"] = gemm_table.scaled_mm  # not chosen on a CPU; the same call as on a GPU, padding included
     for name, run in rows.items():
         y = run(one, two, torch.float32)

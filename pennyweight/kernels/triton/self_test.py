@@ -5,8 +5,8 @@ A few products of odd sizes are compared with float64, twice, in a second stream
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from torch import Tensor
 from ...core.formats import E4M3, INT4, INT8, NF4
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from . import proof, weight_only
+from ..target import capability
+from . import proof, tiles, weight_only
 from .layout import LAYOUT
 
 # Greatest ||y - exact|| / ||exact||: the output, and with scales applied before the product each weight, is rounded to
@@ -26,7 +27,7 @@ LIMITS = {torch.bfloat16: 4e-3, torch.float16: 8e-4}
 class Case:
     """One product of random numbers.
 
-    how     "plain", or "stream", "graph", "unaligned", "dequantized"
+    how     "plain", or "stream", "graph", "unaligned", "dequantized", "chain"
     family  whose kernels it is for, see proof.FAMILIES
     """
 
@@ -57,14 +58,14 @@ def cases(full: bool = False) -> Iterator[Case]:
     yield Case("int4, graph", int4, bf16, 1, 128, 2048, how="graph")
     yield Case("int4, unaligned input", int4, bf16, 2, 64, 512, how="unaligned")
     yield Case("int4, dequantized", int4, bf16, 3, 100, 300, how="dequantized")
+    yield Case("int4, chain of products", int4, bf16, 1, 512, 512, how="chain")
     if not full:
         return
-    for spec, _ in dict.fromkeys(LAYOUT.examples):
-        for dtype in (bf16, half):
-            name = f"{spec}, {str(dtype).removeprefix('torch.')}"
-            for m, n, k in ((1, 130, 1090), (40, 70, 600)):
-                yield Case(f"{name}, {m} rows", spec, dtype, m, n, k, bias=m > 1)
-            yield Case(f"{name}, dequantized", spec, dtype, 2, 70, 600, how="dequantized")
+    for spec in dict.fromkeys(spec for spec, _ in LAYOUT.examples):
+        yield Case(f"{spec}, 1 row", spec, bf16, 1, 130, 1090)
+        yield Case(f"{spec}, 40 rows", spec, bf16, 40, 70, 600, bias=True)
+        yield Case(f"{spec}, dequantized", spec, bf16, 2, 70, 600, how="dequantized")
+        yield Case(f"{spec}, float16, 9 rows", spec, half, 9, 130, 1090)
     for m in (16, 17, 32, 64, 128, 129, 256, 500):
         yield Case(f"int4, {m} rows", int4, bf16, m, 500, 1090, bias=True)
         yield Case(f"int8, {m} rows", int8, bf16, m, 500, 1090)
@@ -74,6 +75,8 @@ def run(case: Case, device: torch.device | str) -> str | None:
     """None if the kernel's result is right, the same twice and finite, else what is wrong with it."""
     device = torch.device(device)
     w, x, bias = _inputs(case, device)
+    if case.how == "chain":
+        return _chain(case, w, x)
     exact = x.double() @ _weight(w).double().t()
     if bias is not None:
         exact = exact + bias.double()
@@ -134,14 +137,45 @@ def _product(case: Case, w: AffineQuantizedTensor, x: Tensor, bias: Tensor | Non
         torch.cuda.current_stream(x.device).wait_stream(stream)
         stream.synchronize()
         return y
+    return _replayed(product, x.device)
+
+
+def _chain(case: Case, w: AffineQuantizedTensor, x: Tensor) -> str | None:
+    """Each product reads the result of the one before: a kernel that starts ahead must wait for it."""
+    static = weight_only.static_of(w.spec, tuple(w.stored_shape), case.dtype)
+    held = weight_only.operand(static, w.spec, w.parts)
+    target, _, processors = weight_only.card(x.device)
+    tile = tiles.by_rule(target, static.decoding, case.m, small=static.small)
+    tile = replace(tile, ahead=x.device.type == "cuda" and capability(target) >= 90)
+
+    def chain(pause: bool) -> Tensor:
+        y = x
+        for _ in range(16 if x.device.type == "cuda" else 2):
+            y = weight_only.launch(y, held, None, static, tile, processors)
+            if pause and x.device.type == "cuda":
+                torch.cuda.synchronize(x.device)
+        return y
+
+    one_by_one = chain(True)
+    if not bool(one_by_one.isfinite().all()):
+        return "left NaN or infinity"
+    if not torch.equal(one_by_one, chain(False)):
+        return "a product did not wait for the one before it"
+    if x.device.type == "cuda" and not torch.equal(one_by_one, _replayed(lambda: chain(False), x.device)):
+        return "a product did not wait for the one before it, in a graph"
+    return None
+
+
+def _replayed(product: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """The result of a replay of a captured graph."""
     product()
-    torch.cuda.synchronize(x.device)
+    torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = product()
     y.fill_(float("nan"))
     graph.replay()
-    torch.cuda.synchronize(x.device)
+    torch.cuda.synchronize(device)
     return y.clone()
 
 

@@ -33,6 +33,7 @@ class Tile:
     w        words of each row and field per step: 2 w columns of each plane
     warps, stages  Triton's num_warps and num_stages
     fill     programs for each multiprocessor, up to which a sum is split
+    ahead    whether the kernel starts before the one in front of it has ended (compute capability 9.0 and later)
     before   whether scales per group are applied to weights, before the product, instead of to the sums of each group;
              always in groups of less than 64 columns
     """
@@ -44,9 +45,10 @@ class Tile:
     stages: int
     before: bool = False
     fill: int = 2
+    ahead: bool = False
 
     def __str__(self) -> str:
-        more = f"{' before' * self.before}{f' fill {self.fill}' if self.fill != 2 else ''}"
+        more = f"{' before' * self.before}{f' fill {self.fill}' if self.fill != 2 else ''}{' ahead' * self.ahead}"
         return f"{self.bm}x{self.bn} w{self.w} {self.warps} warps {self.stages} stages{more}"
 
 
@@ -125,6 +127,8 @@ def candidates(target: str, d: Decoding, m: int, *, small: bool) -> list[Tile]:
         tile = Tile(bm, bn, w, warps, stages, before, fill)
         if not (small and w < 32) and step_bytes(d, tile) * max(1, stages - 1) <= shared_memory(target) - 4096:
             found.append(tile)
+    if rows <= 64 and capability(target) >= 90:
+        found += [replace(tile, ahead=True) for tile in found[:3]]
     return list(dict.fromkeys(found))
 
 

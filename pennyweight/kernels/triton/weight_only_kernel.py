@@ -240,6 +240,14 @@ def scaled_plus(w, s, o, UNIT: tl.constexpr):
         return narrow(widen(w) * widen(s) + widen(o) * UNIT, w.dtype)
 
 
+@triton.jit
+def fetch(p):
+    """Read the lines of memory at pointers p into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @triton.jit(do_not_specialize=["M"])
 def weight_only(
     x_ptr, w_ptr, s_ptr, z_ptr, o_ptr, t_ptr, r_ptr, b_ptr, y_ptr, part_ptr, lock_ptr, M, N, K, NT,
@@ -247,7 +255,8 @@ def weight_only(
     MANTISSA: tl.constexpr, UP: tl.constexpr, SCALE: tl.constexpr, SKIND: tl.constexpr, G: tl.constexpr,
     WIDTH: tl.constexpr, LOG: tl.constexpr, TILES: tl.constexpr, HAS_Z: tl.constexpr, HAS_O: tl.constexpr,
     HAS_R: tl.constexpr, HAS_B: tl.constexpr, EVEN: tl.constexpr, T: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    W: tl.constexpr, SPLIT: tl.constexpr, BEFORE: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+    W: tl.constexpr, SPLIT: tl.constexpr, BEFORE: tl.constexpr, ASM: tl.constexpr, AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """y[m, n] = sum_k x[m, k] ((u[n, k] - zero - z) s + o) r + b[n], for a tile of BM x BN numbers.
 
@@ -260,6 +269,8 @@ def weight_only(
     W        words of each row and field that a step reads: 2 W columns of each plane
     NT       tiles of a row of tiles, of COLS columns each
     EVEN     whether K is NT * COLS
+    AHEAD    the kernel starts before the one in front of it has ended, fetches weights, and waits for it (compute
+             capability 9.0; launch_pdl)
     SPLIT    programs that share a tile. The last one to finish adds their sums in a fixed order, so results do not
              depend on timing. Each lock is zero before and after
     """
@@ -282,6 +293,14 @@ def weight_only(
     rows = w_ptr + (block * NT * WORDS + (n % 64) * 32)[:, None] + tl.arange(0, W)[None, :]
     xrow = x_ptr + m.to(tl.int64)[None, :] * K
     at = (block * tl.cdiv(NT, TILES) * (64 * WIDTH) + (n % 64) * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
+    if AHEAD:  # the weight does not depend on the kernel in front of this one
+        if not INTERPRET:
+            start = pk * per // SUB
+            for step in tl.static_range(STAGES - 1):
+                for field in tl.static_range(WORDS // 2048):
+                    tile_at = (block * NT + tl.minimum(start + step, NT - 1)) * WORDS + field * 2048
+                    fetch(w_ptr + tile_at + (n % 64) * 32)
+            tl.extra.cuda.gdc_wait()
     if SCALE == "row":
         row_s = tl.load(s_ptr + n, mask=n < N, other=0.0)[:, None]
         if HAS_Z:
@@ -347,6 +366,9 @@ def weight_only(
                 acc += part * widen(s)
             else:
                 acc = part
+    if AHEAD:  # not earlier: kernels further behind would fetch, too, and take the bandwidth
+        if not INTERPRET:
+            tl.extra.cuda.gdc_launch_dependents()
     tiles = tl.num_programs(0) * tl.num_programs(2)
     mine = pn * tl.num_programs(2) + pm
     cell = r[:, None] + BN * tl.arange(0, BM)[None, :]
