@@ -36,9 +36,10 @@ from .tiles import Tile
 NAME = "triton_weight_only"
 QUANTIZED_INPUT = "triton_quantized_input"
 DEVICES = ("cuda:sm_80+", "hip")
+_LAUNCHES = 1024  # numbers of rows of one weight whose launches are kept
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one object per case, see static_of: its hash is needed at each launch
 class Static:
     """What the kernel knows of a weight while it is compiled."""
 
@@ -206,21 +207,45 @@ def grid(static: Static, m: int, tile: Tile, processors: int) -> tuple[int, int,
     return rows, tiles.split(rows * cols, steps, tile.fill * processors), cols
 
 
+class Launch:
+    """One launch of the kernel for a weight's static properties, a number of rows and a tile.
+
+    Triton's own launcher looks at each argument to choose the compiled kernel, which takes longer than most products.
+    Here all that it looks at is the same at each call: sizes, dtypes, and addresses at multiples of 16 bytes.
+    """
+
+    def __init__(self, static: Static, m: int, tile: Tile, processors: int, bias: bool) -> None:
+        self.grid = rows, parts, cols = grid(static, m, tile, processors)
+        self.sizes = (m, static.n, static.k, static.tiles)
+        self.sums = rows * parts * cols * tile.bm * tile.bn if parts > 1 else 0
+        self.locks = rows * cols
+        self.options = _options(static, tile, parts, bias)
+        self.constants = tuple(value for name, value in self.options.items() if name.isupper())
+        self.compiled: Any = None
+
+    def __call__(self, x: Tensor, w: Operand, bias: Tensor | None, y: Tensor) -> None:
+        """Write y [M, N] for checked arguments. x: [M, K], contiguous; all on the device of the first call."""
+        sums = locks = w.codes
+        if self.sums:
+            sums, locks = workspace.parts(self.sums, w.device), workspace.locks(self.locks, w.device)
+        arguments = (
+            x, w.codes, w.scale, w.zero_point, w.offset, w.table, w.outer, w.codes if bias is None else bias, y, sums,
+            locks, *self.sizes,
+        )  # fmt: skip
+        if self.compiled is not None:
+            self.compiled[self.grid](*arguments, *self.constants)
+            return
+        from .weight_only_kernel import weight_only
+
+        compiled = weight_only[self.grid](*arguments, **self.options)
+        if hasattr(compiled, "packed_metadata"):  # not in the interpreter
+            self.compiled = compiled
+
+
 def launch(x: Tensor, w: Operand, bias: Tensor | None, static: Static, tile: Tile, processors: int) -> Tensor:
     """y [M, N] for checked arguments, with that tile. x: [M, K], contiguous, of static.dtype; bias: [N] or None."""
-    from .weight_only_kernel import weight_only
-
-    m = x.shape[0]
-    size = grid(static, m, tile, processors)
-    y = torch.empty((m, static.n), dtype=x.dtype, device=x.device)
-    sums, locks = w.codes, w.codes
-    if size[1] > 1:
-        sums = workspace.parts(size[0] * size[1] * size[2] * tile.bm * tile.bn, x.device)
-        locks = workspace.locks(size[0] * size[2], x.device)
-    weight_only[size](
-        x, w.codes, w.scale, w.zero_point, w.offset, w.table, w.outer, w.codes if bias is None else bias, y, sums,
-        locks, m, static.n, static.k, static.tiles, **_options(static, tile, size[1], bias is not None),
-    )  # fmt: skip
+    y = torch.empty((x.shape[0], static.n), dtype=x.dtype, device=x.device)
+    Launch(static, x.shape[0], tile, processors, bias is not None)(x, w, bias, y)
     return y
 
 
@@ -257,32 +282,51 @@ def bind_static(static: Static, spec: QuantSpec, act: ActivationSpec | None = No
     """As :func:`bind`."""
     n, k, dtype = static.n, static.k, static.dtype
     floats = (torch.float32, torch.bfloat16, torch.float16)
+    plain = (Tensor, torch.nn.Parameter)
+    launches: dict[tuple[int, torch.dtype | None, torch.device], Launch | None] = {}
 
     def run(x: Tensor, w: Operand, bias: Tensor | None) -> Tensor | None:
-        if (
-            is_observed(x, bias) or type(x) not in (Tensor, torch.nn.Parameter) or x.dtype is not dtype or x.is_neg()
-            or x.device != w.device or x.ndim == 0 or x.shape[-1] != k
-            or (bias is not None and (tuple(bias.shape) != (n,) or bias.device != w.device or bias.is_neg()))
-            or (bias is not None and (type(bias) not in (Tensor, torch.nn.Parameter) or bias.dtype not in floats))
+        if (  # hot path, runs per layer and call
+            type(x) not in plain or x.dtype is not dtype or x.device != w.device or x.is_neg() or x.ndim == 0
+            or x.shape[-1] != k or is_observed(x, bias)
         ):  # fmt: skip
             return None
         shape = x.shape
         if w.perm is not None:
             x = x.index_select(-1, w.perm)
-        rows = gate_gpu.rows(x, k, (dtype,), w.device, wide=True)
-        m = rows.shape[0]
+        if not x.is_contiguous() or x.data_ptr() % gate_gpu.ALIGNMENT or x.layout is not torch.strided:
+            x = gate_gpu.rows(x, k, (dtype,), w.device, wide=True)
+        if bias is not None:
+            if type(bias) not in plain or bias.dtype not in floats or tuple(bias.shape) != (n,) or bias.is_neg():
+                return None
+            if bias.device != w.device:
+                return None
+            if not bias.is_contiguous() or bias.data_ptr() % gate_gpu.ALIGNMENT:
+                bias = gate_gpu.vector(bias, "bias", n, floats, w.device)
+        m = x.numel() // k
         if m == 0:
             return x.new_empty((*shape[:-1], n))
-        bias = gate_gpu.vector(bias, "bias", n, floats, w.device)
         if act is not None:
-            rows = quantize.fake_quantized(rows, act, w.act_scale, w.act_zero_point)
-        target, name, processors = card(w.device)
-        tile = tiles.choose(target, name, static.decoding, tiles.bucket(m), small=static.small, offset=static.offset)
-        if tile is None:
-            y = F.linear(rows, dequantize(w, static), None if bias is None else bias.to(dtype))
+            x = quantize.fake_quantized(x.view(m, k), act, w.act_scale, w.act_zero_point)
+        key = (m, None if bias is None else bias.dtype, w.device)
+        if key in launches:
+            found = launches[key]
         else:
-            y = launch(rows, w, bias, static, tile, processors)
-        return y if len(shape) == 2 else y.view(*shape[:-1], n)
+            found = choose(m, bias is not None, w.device)
+            if len(launches) >= _LAUNCHES:
+                launches.clear()
+            launches[key] = found
+        if found is None:
+            y = F.linear(x.view(m, k), dequantize(w, static), None if bias is None else bias.to(dtype))
+            return y.view(*shape[:-1], n)
+        y = torch.empty((*shape[:-1], n), dtype=dtype, device=w.device)
+        found(x, w, bias, y)
+        return y
+
+    def choose(m: int, bias: bool, device: torch.device) -> Launch | None:
+        target, name, processors = card(device)
+        tile = tiles.choose(target, name, static.decoding, tiles.bucket(m), small=static.small, offset=static.offset)
+        return None if tile is None else Launch(static, m, tile, processors, bias)
 
     return Bound(run, lambda parts: operand(static, spec, parts))
 
@@ -302,7 +346,14 @@ def prepared(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None, tile: Til
     held, processors = operand(static, w.spec, w.parts), card(x.device)[2]
     if tile is None:
         return lambda: F.linear(x, dequantize(held, static), bias)
-    return lambda: launch(x, held, bias, static, tile, processors)
+    found = Launch(static, x.shape[0], tile, processors, bias is not None)
+
+    def product() -> Tensor:
+        y = torch.empty((x.shape[0], static.n), dtype=x.dtype, device=x.device)
+        found(x, held, bias, y)
+        return y
+
+    return product
 
 
 def accepts(case: Case) -> bool | str:

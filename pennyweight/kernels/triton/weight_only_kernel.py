@@ -300,7 +300,6 @@ def weight_only(
                 for field in tl.static_range(WORDS // 2048):
                     tile_at = (block * NT + tl.minimum(start + step, NT - 1)) * WORDS + field * 2048
                     fetch(w_ptr + tile_at + (n % 64) * 32)
-            tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
     if SCALE == "row":
         row_s = tl.load(s_ptr + n, mask=n < N, other=0.0)[:, None]
@@ -367,6 +366,9 @@ def weight_only(
                 acc += part * widen(s)
             else:
                 acc = part
+    if AHEAD:  # not earlier: kernels further behind would fetch, too, and take the bandwidth
+        if not INTERPRET:
+            tl.extra.cuda.gdc_launch_dependents()
     tiles = tl.num_programs(0) * tl.num_programs(2)
     mine = pn * tl.num_programs(2) + pm
     cell = r[:, None] + BN * tl.arange(0, BM)[None, :]

@@ -29,6 +29,7 @@ def locks(count: int, device: torch.device) -> Tensor:
     """
     if device.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=device)
+    count += -count % 4  # each array starts at a multiple of 16 bytes, as the compiled kernel expects
     index = torch.cuda.current_device() if device.index is None else device.index
     if torch.cuda.is_current_stream_capturing():
         with _GUARD:
@@ -37,7 +38,7 @@ def locks(count: int, device: torch.device) -> Tensor:
                 _CAPTURED[index] = (arena, taken + count)
                 return arena[taken : taken + count]
         return torch.zeros(count, dtype=torch.int32, device=device)
-    stream = torch.cuda.current_stream(device).cuda_stream
+    stream = torch._C._cuda_getCurrentRawStream(index)
     held = _STREAMS.get((index, stream))
     if held is None or held.numel() < count:
         if index not in _CAPTURED:

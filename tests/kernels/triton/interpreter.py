@@ -1,0 +1,222 @@
+"""Runs kernels in Triton's interpreter and prints JSON: ``python -m tests.kernels.triton.interpreter NAME ARGUMENT..``
+
+The interpreter is chosen when triton is imported, for the whole process, so tests start this file: :func:`interpret`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+CHECKS: dict[str, Callable[..., Any]] = {}
+
+
+def interpret(name: str, *arguments: object, timeout: float = 900) -> Any:
+    """What a check returns, in a process of its own."""
+    command = [sys.executable, "-m", "tests.kernels.triton.interpreter", name, *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as cache:
+        env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": cache}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env, timeout=timeout)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check(function: Callable[..., Any]) -> Callable[..., Any]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def wrong(found: dict[str, str | None]) -> dict[str, str]:
+    return {name: why for name, why in found.items() if why is not None}
+
+
+def watch_locks() -> list[Any]:
+    """All locks that kernels get from now on."""
+    from pennyweight.kernels.triton import workspace
+
+    given, real = [], workspace.locks
+
+    def locks(count: int, device: Any) -> Any:
+        given.append(real(count, device))
+        return given[-1]
+
+    workspace.locks = locks
+    return given
+
+
+@check
+def first_use() -> dict[str, Any]:
+    from pennyweight.kernels.triton import self_test
+
+    given = watch_locks()
+    found = self_test.prove("cpu")
+    return {"wrong": wrong(found), "count": len(found), "locks": [int(lock.abs().sum()) for lock in given]}
+
+
+@check
+def whole(part: str, parts: str) -> dict[str, Any]:
+    """Every n-th of all cases."""
+    from pennyweight.kernels.triton import self_test
+
+    chosen = list(self_test.cases(full=True))[int(part) :: int(parts)]
+    self_test.cases = lambda full=False: iter(chosen)  # type: ignore[assignment]
+    found = self_test.prove("cpu", full=True)
+    return {"wrong": wrong(found), "count": len(found)}
+
+
+def specs() -> dict[str, Any]:
+    from pennyweight.kernels.triton.layout import LAYOUT
+
+    return {str(spec): spec for spec, _ in LAYOUT.examples}
+
+
+@check
+def formats(dtype: str) -> dict[str, Any]:
+    """One product of each format and scale."""
+    import torch
+
+    from pennyweight.kernels.triton import self_test
+
+    found = {}
+    for i, (name, spec) in enumerate(specs().items()):
+        case = self_test.Case(name, spec, getattr(torch, dtype), 1 + i % 3, 70 if i % 3 else 50, 600, bias=i % 2 == 0)
+        found[name] = self_test.run(case, "cpu")
+    return {"wrong": wrong(found), "count": len(found)}
+
+
+@check
+def codes(dtype: str) -> dict[str, Any]:
+    """Each code of each format comes out as its number: by the product with rows that have a single one, and by the
+    kernel that dequantizes."""
+    import torch
+
+    from pennyweight.core.numerics import quantize
+    from pennyweight.core.tensor import AffineQuantizedTensor
+    from pennyweight.kernels.triton import self_test, tiles, weight_only
+    from pennyweight.kernels.triton.codes import decoding
+
+    dtype, found, seen = getattr(torch, dtype), {}, set()
+    for name, spec in specs().items():
+        kind = (decoding(spec.format, spec.mid), bool(spec.zero_point), type(spec.scale))
+        if kind in seen:
+            continue
+        seen.add(kind)
+        n, k = 256, 320
+        spec = spec.with_(layout="plain")
+        plain = quantize(torch.randn(n, k, generator=torch.Generator().manual_seed(3)), spec)
+        table = spec.format.values
+        count = len(table) or 2**spec.format.bits
+        rows, columns = (torch.arange(size) for size in plain.codes.shape)
+        every = (rows[:, None] + 7 * columns).remainder(count).to(torch.uint8)
+        for _ in range(2):  # codes of NaN and infinity, which spoil whole sums, become zero
+            codes = spec.format.from_unsigned(every)
+            w = AffineQuantizedTensor(plain._replace(codes=codes), spec, (n, k), dtype)
+            numbers = self_test._weight(w)
+            every[:n, :k][~numbers.isfinite()] = 0
+        columns = torch.arange(0, k, 20)  # some of each plane, even and odd ones
+        columns[::2] += 1
+        x = torch.zeros(len(columns), k, dtype=dtype)
+        x[torch.arange(len(columns)), columns] = 1.0
+        packed = w.to_layout("gpu")
+        static = weight_only.static_of(packed.spec, (n, k), dtype)
+        held = weight_only.operand(static, packed.spec, packed.parts)
+        tile = tiles.by_rule("cuda:sm_90", static.decoding, len(columns), small=static.small)
+        y = weight_only.launch(x, held, None, static, tile, 1)
+        for what, got, expected in (
+            ("product", y, numbers[:, columns].t()),
+            ("dequantized", weight_only.dequantize(held, static), numbers),
+        ):
+            far = ((got.float() - expected).abs() / expected.abs().clamp_min(1e-6)).max()
+            # one rounding to bfloat16, half the distance of int8's greatest codes; tables are rounded before
+            limit = 2**-7 if static.decoding.kind == "table" else 2**-8
+            found[f"{name}: {what}"] = None if far <= limit else f"differs by {float(far):.1e}"
+    return {"wrong": wrong(found), "count": len(found)}
+
+
+def _example(spec: Any, m: int, n: int, k: int) -> tuple[Any, ...]:
+    import torch
+
+    from pennyweight.kernels.triton import self_test, weight_only
+
+    case = self_test.Case("", spec, torch.bfloat16, m, n, k, bias=True)
+    w, x, bias = self_test._inputs(case, torch.device("cpu"))
+    exact = x.double() @ self_test._weight(w).double().t() + bias.double()
+    static = weight_only.static_of(w.spec, (n, k), torch.bfloat16)
+    return static, weight_only.operand(static, w.spec, w.parts), x, bias, exact
+
+
+@check
+def splits() -> dict[str, Any]:
+    """The number of programs that share a tile changes results by rounding only; two runs have the same bits."""
+    import torch
+
+    from pennyweight.kernels.triton import ahead, tiles, weight_only
+
+    given, found, sizes = watch_locks(), {}, set()
+    for name in ("int4 g64", "int8 row"):
+        static, w, x, bias, _ = _example(ahead.FORMATS[name], 5, 70, 2600)
+        tile = tiles.by_rule("cuda:sm_90", static.decoding, 8, small=static.small)
+        one = weight_only.launch(x, w, bias, static, tile, 1)
+        for processors in (2, 4, 16):
+            size = weight_only.grid(static, 5, tile, processors)[1]
+            sizes.add(size)
+            several = weight_only.launch(x, w, bias, static, tile, processors)
+            far = float((several.double() - one.double()).norm() / one.double().norm())
+            same = torch.equal(several, weight_only.launch(x, w, bias, static, tile, processors))
+            found[f"{name} in {size}"] = None if far < 2e-3 and same else f"differs by {far:.1e}, same bits: {same}"
+    return {"wrong": wrong(found), "sizes": sorted(sizes), "locks": [int(lock.abs().sum()) for lock in given]}
+
+
+@check
+def candidates(bucket: str) -> dict[str, Any]:
+    """Every tile that may be measured for a bucket gives the product."""
+    from pennyweight.kernels.triton import ahead, tiles, weight_only
+
+    found, m = {}, int(bucket) - 3
+    static, w, x, bias, exact = _example(ahead.FORMATS["int4 g64"], m, 130, 600)
+    for tile in tiles.candidates("cuda:sm_90", static.decoding, int(bucket), small=static.small):
+        y = weight_only.launch(x, w, bias, static, tile, 16)
+        far = float((y.double() - exact).norm() / exact.norm())
+        found[str(tile)] = None if far < 4e-3 else f"differs by {far:.1e}"
+    return {"wrong": wrong(found), "count": len(found)}
+
+
+@check
+def broken() -> dict[str, Any]:
+    """A kernel that decodes integers wrongly, on a device that seems to be there."""
+    import torch
+
+    from pennyweight.core.formats import INT4
+    from pennyweight.core.spec import QuantSpec
+    from pennyweight.kernels.table import Case, select
+    from pennyweight.kernels.triton import proof, self_test, weight_only
+
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.get_device_name = lambda device: "Card"
+    proof.target_of = lambda device: "cuda:sm_90"
+    proof._digest = lambda device: "digest"
+    proof.register(lambda device, family: self_test.prove("cpu", family=family))
+    real = weight_only._options
+    weight_only._options = lambda *known: {**real(*known), "ZERO": real(*known)["ZERO"] + 1}
+    case = Case(QuantSpec(INT4, (64,), scale=torch.bfloat16), None, (64, 128), torch.bfloat16, "cuda:sm_90")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = select("linear", case).name
+        why = proof.refusal("cuda:sm_90", "weight_only")
+        again = select("linear", replace(case, shape=(64, 256))).name
+    return {"warnings": [str(warning.message) for warning in caught], "runs": [first, again], "why": why}
+
+
+if __name__ == "__main__":
+    import numpy  # noqa: F401  # before torch: their OpenMP libraries are then the same
+
+    print(json.dumps(CHECKS[sys.argv[1]](*sys.argv[2:])))

@@ -1,0 +1,65 @@
+"""The weight-only kernels against float64, in Triton's interpreter: values without a GPU. See interpreter.py."""
+
+import pytest
+
+from .interpreter import interpret
+
+pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
+
+
+def test_the_cases_of_the_first_use() -> None:
+    found = interpret("first_use")
+    assert found["wrong"] == {}
+    assert found["count"] >= 12
+    assert set(found["locks"]) == {0}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_each_format_and_scale(dtype: str) -> None:
+    found = interpret("formats", dtype)
+    assert found["wrong"] == {}
+    assert found["count"] > 30
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_each_code(dtype: str) -> None:
+    found = interpret("codes", dtype)
+    assert found["wrong"] == {}
+    assert found["count"] > 30
+
+
+def test_programs_that_share_a_tile() -> None:
+    found = interpret("splits")
+    assert found["wrong"] == {}
+    assert found["sizes"] == [2, 4, 8]
+    assert len(found["locks"]) > 0
+    assert set(found["locks"]) == {0}
+
+
+@pytest.mark.parametrize(
+    "bucket", [8, 16, 64, *(pytest.param(m, marks=pytest.mark.exhaustive) for m in (32, 128, 256))]
+)
+def test_every_tile(bucket: int) -> None:
+    found = interpret("candidates", bucket)
+    assert found["wrong"] == {}
+    assert found["count"] >= 6
+
+
+PARTS = 16
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("part", range(PARTS))
+def test_all_cases(part: int) -> None:
+    found = interpret("whole", part, PARTS)
+    assert found["wrong"] == {}
+    assert found["count"] > 5
+
+
+def test_a_broken_kernel_is_refused() -> None:
+    found = interpret("broken")
+    (text,) = found["warnings"]
+    for words in ("triton_weight_only on Card", "int4, 1 row: relative error", "dequantized at each call", "doctor"):
+        assert words in text
+    assert "failed its self-test" in found["why"]
+    assert "triton_weight_only" not in found["runs"]
