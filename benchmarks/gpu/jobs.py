@@ -60,7 +60,7 @@ def _layers() -> Iterator[Product]:
 
 
 def _self_test() -> Iterator[Product]:
-    for case in self_test.cases(full=True):
+    for case in self_test.products(full=True):
         weight, _, bias = self_test._inputs(case, torch.device("cpu"))
         dtypes, dequantized = dtypes_of(weight, case.dtype), case.how == "dequantized"
         shape = (int(n) for n in weight.stored_shape)

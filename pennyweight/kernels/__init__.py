@@ -20,6 +20,7 @@ from .cpu import experts as cpu_experts
 from .cpu import float_linear as cpu_float_linear
 from .cpu import int_linear as cpu_int_linear
 from .table import Case, Explanation, Kernel, explain, explain_case, get_kernel, kernels, register_kernel, select
+from .triton import low_precision as triton_low_precision
 from .triton import self_test as triton_self_test  # registers its cases with the proof
 from .triton import weight_only as triton_weight_only
 
@@ -50,6 +51,7 @@ __all__ = [
     "torch_gpu",
     "torch_int4",
     "torch_int8",
+    "triton_low_precision",
     "triton_self_test",
     "triton_weight_only",
 ]  # fmt: skip

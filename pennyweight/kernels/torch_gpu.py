@@ -35,6 +35,7 @@ from .torch_gpu_layouts import (
     is_nvfp4,
     tiled_scales,
 )
+from .triton.quantize import quantized
 
 QT = AffineQuantizedTensor
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -135,6 +136,12 @@ LEAST_ROWS, PADDED_ROWS = 17, 32  # _int_mm needs more than 16 rows: fewer are p
 
 
 def _accepts_int_mm(case: Case) -> bool | str:
+    verdict = accepts_int8(case)
+    return verdict if verdict is not True else _within(LIMITS["int8"], case)
+
+
+def accepts_int8(case: Case) -> bool | str:
+    """True, or why the codes of weight and input are no operands of an int8 product, whatever the sizes."""
     act = _act(case)
     if isinstance(act, str):
         return act
@@ -145,7 +152,7 @@ def _accepts_int_mm(case: Case) -> bool | str:
         return "needs a 2-d weight with one scale per row or per tensor"
     if act.spec.block not in (None, (-1,)):
         return "needs one activation scale per token or per tensor"
-    return _within(LIMITS["int8"], case)
+    return True
 
 
 def _plain(spec: QuantSpec) -> bool:
@@ -160,7 +167,7 @@ def int_mm(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
     codes = aligned(w._codes, "codes", torch.int8, (n, k), x.device)
     assert w._scale is not None
     assert w.act is not None
-    q = encode_activation(rows(x, k, FLOATS, x.device), w.act, w.act_scale, w.act_zero_point)
+    q = quantized(rows(x, k, FLOATS, x.device), w.act, w.act_scale, w.act_zero_point)
     m, a = q.codes.shape[0], q.codes.contiguous()
     if m < LEAST_ROWS:
         a = F.pad(a, (0, 0, 0, PADDED_ROWS - m))
@@ -206,7 +213,7 @@ def scaled_mm(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
     codes = aligned(w._codes, "codes", (torch.float8_e4m3fn, torch.float8_e5m2), (n, k), x.device)
     assert w._scale is not None
     assert w.act is not None
-    q = encode_activation(rows(x, k, FLOATS, x.device), w.act, w.act_scale, w.act_zero_point)
+    q = quantized(rows(x, k, FLOATS, x.device), w.act, w.act_scale, w.act_zero_point)
     sx, sw = q.scale.float(), w._scale.float()
     if sx.numel() > 1 or sw.numel() > 1:
         sx = sx.reshape(-1, 1).expand(q.codes.shape[0], 1).contiguous()

@@ -174,8 +174,8 @@ def job(target: str, wanted: Product) -> Job:
 
 
 def _operand(wanted: Product) -> Operand:
-    parts = [torch.empty(1, dtype=dtype, device="meta") for dtype in wanted.dtypes]
-    return Operand(*parts, None, torch.device("meta"))
+    codes, scale, zero, offset, table, outer = (torch.empty(1, dtype=dtype, device="meta") for dtype in wanted.dtypes)
+    return Operand(codes, scale, zero, offset, table, outer, None, torch.device("meta"))
 
 
 def _launch(wanted: Product, static: Static, tile: Tile, target: str) -> Any:

@@ -15,8 +15,9 @@ from ...core.formats import E4M3, INT4, INT8, NF4
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ..target import capability
-from . import proof, tiles, weight_only
+from . import proof, self_test_inputs, tiles, weight_only
 from .layout import LAYOUT
+from .self_test_inputs import Check
 
 # Greatest ||y - exact|| / ||exact||: the output, and with scales applied before the product each weight, is rounded to
 # the compute dtype. Measured on a H100: 1.7e-3 and 2.2e-3 in bfloat16.
@@ -42,8 +43,14 @@ class Case:
     family: str = "weight_only"
 
 
-def cases(full: bool = False) -> Iterator[Case]:
-    """The cases of the first use, or all: each format and scale that the layout has, and buckets of rows."""
+def cases(full: bool = False) -> Iterator[Case | Check]:
+    """The cases of the first use, or all."""
+    yield from products(full)
+    yield from self_test_inputs.cases(full)
+
+
+def products(full: bool = False) -> Iterator[Case]:
+    """Cases of the weight-only kernels: each format and scale that the layout has, and buckets of rows."""
     bf16, half = torch.bfloat16, torch.float16
     int4, int8 = QuantSpec(INT4, (64,), scale=bf16), QuantSpec(INT8, (-1,), scale=bf16)
     yield Case("int4, 1 row", int4, bf16, 1, 192, 1024, bias=True)
@@ -71,9 +78,11 @@ def cases(full: bool = False) -> Iterator[Case]:
         yield Case(f"int8, {m} rows", int8, bf16, m, 500, 1090)
 
 
-def run(case: Case, device: torch.device | str) -> str | None:
+def run(case: Case | Check, device: torch.device | str) -> str | None:
     """None if the kernel's result is right, the same twice and finite, else what is wrong with it."""
     device = torch.device(device)
+    if isinstance(case, Check):
+        return case.check(device)
     w, x, bias = _inputs(case, device)
     if case.how == "chain":
         return _chain(case, w, x)

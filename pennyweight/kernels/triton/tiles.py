@@ -121,7 +121,7 @@ def candidates(target: str, d: Decoding, m: int, *, small: bool) -> list[Tile]:
     elif rows == 64:
         which = [(64, shape, 2) for shape in _SOME]
     else:
-        which = [(128, shape, 2) for shape in _MANY] + [(64, shape, 2) for shape in _SOME[:3]]
+        which = [(128, shape, 2) for shape in _MANY] + [(64, shape, 2) for shape in (*_SOME[:3], _MANY[3])]
         which += [(256, shape, 2) for shape in _MANY[:2]] if rows > 128 else []
     found = [by_rule(target, d, m, small=small)]
     for bm, (bn, w, warps, stages, before), fill in which:
