@@ -211,21 +211,23 @@ FORMATS = {
 }
 
 
-def products(target: str, full: bool = False) -> Iterator[Product]:
-    """What :func:`kernels` compiles. The rule has no tiles of its own above 128 rows."""
-    buckets = [m for m in tiles.BUCKETS if m <= 128]
-    for spec in FORMATS.values():
-        for m in buckets:
-            yield product(spec, _BF16, m, SIZE, SIZE)
-        yield product(spec, _BF16, 1, SIZE, SIZE, dequantized=True)
-    for name in ("int4 g64", "int8 row"):
-        yield product(FORMATS[name], _BF16, 1, SIZE - 8, SIZE - 72, bias=True)
-        yield product(FORMATS[name].with_(scale=torch.float16), torch.float16, 1, SIZE, SIZE)
-    if not full:
-        return
-    for spec in dict.fromkeys(spec.with_(layout="plain") for spec, _ in LAYOUT.examples):
+def products(name: str) -> Iterator[Product]:
+    """Those of one of FORMATS, with shipped tiles. The rule has no tiles of its own above 128 rows."""
+    spec = FORMATS[name]
+    for m in (8, 16, 32, 64, 128):
+        yield product(spec, _BF16, m, SIZE, SIZE)
+    yield product(spec, _BF16, 1, SIZE, SIZE, dequantized=True)
+    if name in ("int4 g64", "int8 row"):
+        yield product(spec, _BF16, 1, SIZE - 8, SIZE - 72, bias=True)
+        for m in (1, 16):
+            yield product(spec.with_(scale=torch.float16), torch.float16, m, SIZE, SIZE)
+
+
+def every_product(target: str) -> Iterator[Product]:
+    """Each format and scale that the layout has, and each candidate of FORMATS."""
+    for spec in dict.fromkeys(spec for spec, _ in LAYOUT.examples):
         for dtype in (_BF16, torch.float16):
-            for m in buckets:
+            for m in (8, 16, 64, 128):
                 yield product(spec, dtype, m, SIZE, SIZE)
             yield product(spec, dtype, 1, SIZE, SIZE, dequantized=True)
     for spec in FORMATS.values():
@@ -235,10 +237,11 @@ def products(target: str, full: bool = False) -> Iterator[Product]:
                 yield product(spec, _BF16, m, SIZE, SIZE, tile=tile)
 
 
-def kernels(target: str, full: bool = False) -> list[Job]:
-    """Jobs for a target: the shipped tiles of each way to decode; full: of every format, and every candidate."""
-    found = (job(target, wanted) for wanted in products(target, full))
-    return list({each.name: each for each in found}.values())
+def kernels(target: str, names: Sequence[str] = tuple(FORMATS), full: bool = False) -> list[Job]:
+    """Jobs for a target, each compilation once: the shipped tiles of some of FORMATS; full: of all formats, and all
+    candidates."""
+    wanted = [each for name in names for each in products(name)] + (list(every_product(target)) if full else [])
+    return list({each.name: each for each in (job(target, one) for one in wanted)}.values())
 
 
 # -- what the compiler made --------------------------------------------------------------------------------------------
@@ -248,7 +251,7 @@ def kernels(target: str, full: bool = False) -> list[Job]:
 class Report:
     """What a compiled kernel needs.
 
-    spills        instructions that move registers to memory; on AMD: registers
+    spills        instructions that move registers to memory; on AMD: registers that are moved
     stack         bytes of memory per thread, for spills and arrays
     shared        bytes per program
     matrix        instructions of the matrix unit: {"HGMMA"}, {"HMMA"}, {"v_mfma_f32_16x16x16_bf16"}; empty: none
@@ -331,7 +334,7 @@ def _read_amd(compiled: Any) -> Report:
 
     return Report(
         registers=number("vgpr_count"),
-        spills=number("vgpr_spill_count") + number("sgpr_spill_count"),
+        spills=number("vgpr_spill_count"),  # those of scalar registers go to vector registers
         stack=number("private_segment_fixed_size"),
         shared=compiled.metadata.shared,
         matrix=frozenset(re.findall(r"\bv_mfma_\w+", text)),

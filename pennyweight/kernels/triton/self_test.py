@@ -57,7 +57,7 @@ def products(full: bool = False) -> Iterator[Case]:
     yield Case("int4, 5 rows, odd sizes", int4, bf16, 5, 100, 1090)
     yield Case("int4, 33 rows", int4, bf16, 33, 130, 600, bias=True)
     yield Case("int4, 65 rows", int4, bf16, 65, 200, 512)
-    yield Case("int8, 16 rows", int8, bf16, 16, 130, 777)
+    yield Case("int8, 16 rows, odd sizes", int8, bf16, 16, 130, 777)
     yield Case("int8, float16, 1 row", int8.with_(scale=torch.float32), half, 1, 64, 640)
     yield Case("e4m3, 2 rows", QuantSpec(E4M3, (-1,)), bf16, 2, 70, 512)
     yield Case("nf4, 3 rows", QuantSpec(NF4, (64,)), bf16, 3, 64, 512)

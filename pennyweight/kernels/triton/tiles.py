@@ -81,7 +81,8 @@ def by_rule(target: str, d: Decoding, m: int, *, small: bool) -> Tile:
     bm = min(bucket(m), 128)
     limit = shared_memory(target)
     tile = Tile(bm, 64, 32, 2 if bm == 8 else 4, 2, bm > 64)
-    for w in (32,) if small else (32, 16, 8) if bm <= 64 else (16, 8):
+    long = bm <= 64 and not (bm == 8 and len(d.pieces) > 1)  # two warps have too few registers for several pieces
+    for w in (32,) if small else (32, 16, 8) if long else (16, 8):
         tile = replace(tile, w=w)
         fit = limit // 2 // step_bytes(d, tile)
         if fit >= 2 or (fit and w == 8):

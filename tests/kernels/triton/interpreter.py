@@ -207,13 +207,18 @@ def broken() -> dict[str, Any]:
     proof.register(lambda device, family: self_test.prove("cpu", family=family))
     real = weight_only._options
     weight_only._options = lambda *known: {**real(*known), "ZERO": real(*known)["ZERO"] + 1}
-    case = Case(QuantSpec(INT4, (64,), scale=torch.bfloat16), None, (64, 128), torch.bfloat16, "cuda:sm_90")
+    case = Case(
+        QuantSpec(INT4, (64,), scale=torch.bfloat16, layout="gpu"), None, (64, 128), torch.bfloat16, "cuda:sm_90"
+    )
+    os.environ[proof.VARIABLE] = "1"
+    trusted = select("linear", case).name
+    del os.environ[proof.VARIABLE]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        first = select("linear", case).name
+        proven = [select("linear", replace(case, shape=(64, k))).name for k in (192, 256)]
         why = proof.refusal("cuda:sm_90", "weight_only")
-        again = select("linear", replace(case, shape=(64, 256))).name
-    return {"warnings": [str(warning.message) for warning in caught], "runs": [first, again], "why": why}
+    found = [str(warning.message) for warning in caught]
+    return {"warnings": found, "trusted": trusted, "proven": proven, "why": why}
 
 
 def _activations() -> list[Any]:

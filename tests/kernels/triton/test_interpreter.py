@@ -62,4 +62,5 @@ def test_a_broken_kernel_is_refused() -> None:
     for words in ("triton_weight_only on Card", "int4, 1 row: relative error", "dequantized at each call", "doctor"):
         assert words in text
     assert "failed its self-test" in found["why"]
-    assert "triton_weight_only" not in found["runs"]
+    assert found["trusted"] == "triton_weight_only"
+    assert found["proven"] == ["dequantize", "dequantize"]

@@ -23,7 +23,12 @@ SPECS = (
     QuantSpec(E2M1, (32,), scale=QuantSpec(E8M0, (1,), scale=None)),
     QuantSpec(E2M1, (16,), scale=QuantSpec(E4M3, TENSOR)),
 )
-CASES = [pytest.param(spec, shape, id=f"{spec}-{shape}") for spec in SPECS for shape in SIZES]
+CASES = [
+    pytest.param(spec, shape, id=f"{spec}-{shape}")
+    for spec in SPECS
+    for shape in SIZES
+    if fits(spec, shape) is True  # a weight of one group has no quantized scales
+]
 
 
 def leaves(parts: Parts) -> dict[str, torch.Tensor]:
@@ -42,13 +47,13 @@ def check_same(got: Parts, want: Parts) -> None:
     for name, a in one.items():
         b = other[name]
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
-        assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), name
+        a, b = (t.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in (a, b))
+        assert torch.equal(a, b), name
 
 
 @pytest.mark.parametrize(("spec", "shape"), CASES)
 def test_sizes(spec: QuantSpec, shape: tuple[int, int]) -> None:
     spec = spec.with_(layout="gpu")
-    assert fits(spec, shape) is True
     plain = quantize(torch.randn(shape), spec)
     packed = LAYOUT.pack(plain, spec, shape)
     assert packed.codes.dtype is torch.int32
@@ -120,6 +125,6 @@ def test_a_tensor_goes_there_and_back() -> None:
     x = torch.randn(70, 300)
     weight = AffineQuantizedTensor.from_float(x, QuantSpec(INT4, (64,), scale=torch.bfloat16))
     packed = weight.to_layout("gpu")
-    assert packed.layout == "gpu"
-    check_same(packed.to_layout(weight.layout).parts, weight.parts)
+    assert packed.spec.layout == "gpu"
+    check_same(packed.to_layout(weight.spec.layout).parts, weight.parts)
     assert torch.equal(packed.dequantize(), weight.dequantize())

@@ -1,0 +1,172 @@
+"""When Triton kernels are used on a device: switched off, trusted, proven, refused. Without a device and Triton."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pennyweight.core.errors import ArgumentError
+from pennyweight.core.formats import INT4
+from pennyweight.core.spec import QuantSpec
+from pennyweight.kernels.table import Case, select
+from pennyweight.kernels.triton import proof, self_test
+
+TARGET = "cuda:sm_90"
+
+
+class Device:
+    """Two cards, and what the cases of each family give there."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, dict[str, str | None]] = {
+            "weight_only": {"int4, 1 row": None},
+            "other": {"first": None},
+        }
+        self.runs: list[str] = []
+        self.capturing = False
+
+    def prove(self, device: torch.device, family: str) -> dict[str, str | None]:
+        self.runs.append(family)
+        return self.results[family]
+
+
+@pytest.fixture
+def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    found = Device()
+    monkeypatch.delenv(proof.VARIABLE, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="Card"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
+    monkeypatch.setattr(proof, "target_of", lambda device: TARGET)
+    monkeypatch.setattr(proof, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(proof.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.7"))  # type: ignore[arg-type]
+    monkeypatch.setattr(proof, "_PROVERS", [found.prove])
+    monkeypatch.setitem(proof.FAMILIES, "other", ("triton_other", "torch's kernel runs"))
+    proof.verdict.cache_clear()
+    yield found
+    proof.verdict.cache_clear()
+
+
+def next_process() -> None:
+    proof.verdict.cache_clear()
+
+
+def test_the_cases_are_registered() -> None:
+    assert len(proof._PROVERS) == 1
+    assert {case.family for case in self_test.cases(full=True)} <= proof.FAMILIES.keys()
+    assert {case.family for case in self_test.cases()} == proof.FAMILIES.keys()
+
+
+def test_names_of_cases_are_different() -> None:
+    names = [case.name for case in self_test.cases(full=True)]
+    assert len(set(names)) == len(names)
+
+
+def test_a_verdict_is_kept(device: Device, tmp_path: Path) -> None:
+    for _ in range(3):
+        assert proof.refusal(TARGET, "weight_only") is None
+        next_process()
+    assert device.runs == ["weight_only"]
+    (kept,) = tmp_path.iterdir()
+    assert json.loads(kept.read_text("utf-8")) == {"weight_only": None}
+
+
+def test_a_family_that_fails_is_refused_alone(device: Device, tmp_path: Path) -> None:
+    device.results["weight_only"] = {"int4, 1 row": None, "nf4, 3 rows": "two runs differ", "more": "wrong"}
+    words = (
+        r"does not use its kernel triton_weight_only on Card: it failed its self-test on this device \(nf4, 3 rows: "
+        r"two runs differ\); .* are dequantized at each call\. `pennyweight doctor --device cuda` shows all cases"
+    )
+    with pytest.warns(UserWarning, match=words):
+        why = proof.refusal(TARGET, "weight_only")
+    assert why == "it failed its self-test on this device (nf4, 3 rows: two runs differ)"
+    assert proof.refusal(TARGET, "other") is None
+    next_process()
+    assert proof.refusal(TARGET, "weight_only") == why  # without a second warning
+    assert proof.refusal(TARGET, "other") is None
+    assert device.runs == ["weight_only", "other"]
+    (kept,) = tmp_path.iterdir()
+    assert json.loads(kept.read_text("utf-8")) == {"weight_only": why, "other": None}
+
+
+def test_the_next_row_runs(device: Device) -> None:
+    spec = QuantSpec(INT4, (64,), scale=torch.bfloat16, layout="gpu")
+    case = Case(spec, None, (64, 192), torch.bfloat16, TARGET)
+    assert select("linear", case).name == "triton_weight_only"
+    next_process()
+    for kept in proof.cache_folder().iterdir():
+        kept.unlink()
+    device.results["weight_only"] = {"int4, 1 row": "wrong"}
+    other = Case(spec, None, (64, 320), torch.bfloat16, TARGET)
+    with pytest.warns(UserWarning, match="triton_weight_only"):
+        assert select("linear", other).name != "triton_weight_only"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"weight_only": 3}', '{"failed": null}'])
+def test_a_file_that_is_no_verdict_is_written_again(device: Device, tmp_path: Path, text: str) -> None:
+    proof.refusal(TARGET, "weight_only")
+    (kept,) = tmp_path.iterdir()
+    kept.write_text(text, "utf-8")
+    next_process()
+    assert proof.refusal(TARGET, "weight_only") is None
+    assert device.runs == ["weight_only", "weight_only"]
+    assert "weight_only" in json.loads(kept.read_text("utf-8"))
+
+
+def test_a_folder_that_cannot_be_written(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("", "utf-8")
+    monkeypatch.setattr(proof, "cache_folder", lambda: tmp_path / "file")
+    assert proof.refusal(TARGET, "weight_only") is None
+    next_process()
+    assert proof.refusal(TARGET, "weight_only") is None
+    assert len(device.runs) == 2
+
+
+def test_switched_off_and_trusted(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    device.results["weight_only"] = {"int4, 1 row": "wrong"}
+    monkeypatch.setenv(proof.VARIABLE, "0")
+    assert proof.refusal(TARGET, "weight_only") == "Triton kernels are switched off: PENNYWEIGHT_GPU=0"
+    monkeypatch.setenv(proof.VARIABLE, "1")
+    assert proof.refusal(TARGET, "weight_only") is None
+    assert device.runs == []
+
+
+def test_nothing_is_proven_while_a_graph_is_captured(device: Device) -> None:
+    device.capturing = True
+    with pytest.raises(ArgumentError, match="cannot be while a CUDA graph is captured; run the model once before"):
+        proof.refusal(TARGET, "weight_only")
+    assert device.runs == []
+
+
+def test_targets_that_are_not_here(device: Device) -> None:
+    for target in ("cuda:sm_80", "cpu", "hip:gfx942"):
+        assert proof.refusal(target, "weight_only") is None
+    assert device.runs == []
+
+
+def test_without_triton(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof.importlib.util, "find_spec", lambda name: None)
+    why = proof.refusal(TARGET, "weight_only")
+    assert why == "needs triton: pip install 'triton>=3.6'"
+    assert device.runs == []
+
+
+def test_a_case_that_raises_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(case: Any, device: Any) -> str | None:
+        if case.name == "int4, 1 row":
+            raise RuntimeError("out of resources\nmore")
+        return "wrong" if case.name == "nf4, 3 rows" else None
+
+    monkeypatch.setattr(self_test, "run", run)
+    found = self_test.prove("cpu", family="weight_only")
+    assert found["int4, 1 row"] == "RuntimeError: out of resources"
+    assert [name for name, why in found.items() if why is not None] == ["int4, 1 row", "nf4, 3 rows"]
+    assert self_test.prove("cpu", family="none") == {}
