@@ -109,7 +109,7 @@ def launch(
             blocks(y, [tile.bm, tile.bn]), m, n, k, PROGRAMS=processors, **options,
         )  # fmt: skip
         return y
-    # results whose rows are not whole 16-byte pieces take so many registers that a large tile has none left for its parts
+    # where rows of results are no whole 16-byte pieces, a large tile has no registers left to add parts
     parts = 2 * processors if tile.swap or n % 16 == 0 else 1
     split = tiles.split(count, -(-k // tile.bk), parts)
     sums, locks = x, x
