@@ -23,6 +23,7 @@ import torch
 from ...core.formats import E2M1, E4M3, E8M0, INT2, INT4, INT8, NF4, UINT3, UINT4
 from ...core.spec import TENSOR, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
+from ..target import capability
 from . import tiles
 from .layout import LAYOUT
 from .tiles import Tile
@@ -96,7 +97,7 @@ class NoDevice:
         return torch.device("cuda", 0)
 
     def get_device_capability(self, device: Any = 0) -> tuple[int, int]:
-        return divmod(tiles.capability(self.target), 10)
+        return divmod(capability(self.target), 10)
 
     def map_python_to_cpp_type(self, name: str) -> str:
         return name
