@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pennyweight.kernels.triton import self_test, tiles
-from pennyweight.kernels.triton.ahead import Job, Product, dtypes_of, job
+from pennyweight.kernels.triton.ahead import Job, Product, dtypes_of, input_kernels, job
 from pennyweight.kernels.triton.tuning import ROWS, choices
 from pennyweight.kernels.triton.weight_only import static_of
 
@@ -23,7 +23,7 @@ from .schemes import GOALS, SCHEMES, TUNED
 def jobs(target: str) -> list[Job]:
     """All jobs, in the order of the stages. Launches of the same compilation are one."""
     launches = [*_self_test(), *_layers(), *_tuned(target), *_timed()]
-    found = (job(target, product) for product in launches)
+    found = [job(target, product) for product in launches] + input_kernels(target)
     return list({each.name: each for each in found}.values())
 
 
