@@ -5,15 +5,16 @@ A compiler takes a second for a kernel, and a stage that waits for five hundred 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from pennyweight.kernels.triton import self_test, tiles
-from pennyweight.kernels.triton.ahead import Job, Product, dtypes_of, input_kernels, job
+from pennyweight.kernels.table import case_of, moved, select
+from pennyweight.kernels.triton import self_test, self_test_inputs, tiles
+from pennyweight.kernels.triton.ahead import Job, Product, compiling, dtypes_of, job
 from pennyweight.kernels.triton.tuning import ROWS, choices
 from pennyweight.kernels.triton.weight_only import static_of
 
@@ -23,7 +24,7 @@ from .schemes import GOALS, SCHEMES, TUNED
 def jobs(target: str) -> list[Job]:
     """All jobs, in the order of the stages. Launches of the same compilation are one."""
     launches = [*_self_test(), *_layers(), *_tuned(target), *_timed()]
-    found = [job(target, product) for product in launches] + input_kernels(target)
+    found = [*(job(target, product) for product in launches), *_inputs()]
     return list({each.name: each for each in found}.values())
 
 
@@ -38,7 +39,7 @@ def _scheme(name: str) -> tuple[Any, tuple[Any, ...]] | None:
     layer = nn.Linear(1024, 128, bias=False, dtype=torch.bfloat16, device="cpu").requires_grad_(False)
     pw.quantize_(layer, SCHEMES[name](), filter_fn=lambda module, fqn: True)
     weight: Any = layer.weight.data
-    if weight.act is not None:
+    if select("linear", moved(case_of(weight, torch.bfloat16), "cuda:sm_90"), any_layout=True).layout != "gpu":
         return None
     weight = weight.to_layout("gpu")
     return weight.spec, dtypes_of(weight, torch.bfloat16)
@@ -66,6 +67,24 @@ def _self_test() -> Iterator[Product]:
         shape = (int(n) for n in weight.stored_shape)
         bound = Product(weight.spec, dtypes, case.dtype, case.m, *shape, bias is not None, dequantized=dequantized)
         yield bound
+
+
+def _inputs() -> Iterator[Job]:
+    """The cases of kernels that quantize inputs, and of products of such inputs."""
+    for check in self_test_inputs.cases(full=True):
+        yield Job(check.name, partial(_compile, check.launches))
+
+
+def _compile(launches: Callable[[str], object], target: str) -> Any:
+    from pennyweight.kernels.triton import low_precision_kernel, quantize_kernel
+
+    names = ("int8_product", "int8_product_blocks")
+    with (
+        compiling(target, quantize_kernel, ("quantize_rows",)) as found,
+        compiling(target, low_precision_kernel, names) as products,
+    ):
+        launches(target)
+    return [*found, *products][-1]
 
 
 def _tuned(target: str) -> Iterator[Product]:

@@ -102,12 +102,16 @@ def _options(static: Static, k: int, values: bool, norm: bool, per_row: bool, na
     }  # fmt: skip
 
 
-def _launch(
-    x: Tensor, static: Static, given: tuple[Tensor, Tensor | None] | None, *, values: bool, norm: Tensor | None = None,
-    eps: float = 0.0,
+def launch(
+    x: Tensor, static: Static, given: tuple[Tensor, Tensor | None] | None = None, *, values: bool = False,
+    norm: Tensor | None = None, eps: float = 0.0, target: str | None = None,
 ) -> Parts:  # fmt: skip
-    """codes [M, K] and scale (zero point) [M, 1] or [1, 1] of a contiguous x [M, K]; with ``values`` the dequantized
-    numbers in place of codes, without parameters."""
+    """codes [M, K] and scale (zero point) [M, 1] or [1, 1] of checked arguments; with ``values`` the dequantized
+    numbers in place of codes, without parameters.
+
+    given         stored scale and zero point; norm, eps: of an RMSNorm before
+    target        of x's device, by default
+    """
     from .quantize_kernel import quantize_rows
 
     m, k = x.shape
@@ -123,7 +127,7 @@ def _launch(
     out = torch.empty_like(x, dtype=static.dtype if values else static.code_dtype)
     flat = out.view(torch.uint8) if static.kind == "float" and not values else out
     # sm_89 has the conversion too, but in two roundings
-    native = x.device.type == "cuda" and capability(target_of(x.device)) >= 90
+    native = capability(target_of(x.device) if target is None else target) >= 90
     quantize_rows[(m,)](
         x, flat, scale, scale if zero is None else zero, lo, hi, x if norm is None else norm, k, static.floor,
         static.limit, eps, **_options(static, k, values, norm is not None, scale.numel() > 1, native),
@@ -160,7 +164,7 @@ def encode(x: Tensor, act: ActivationSpec, scale: Tensor | None = None, zero_poi
     assert isinstance(static, Static)
     if not x.numel():
         return activation.encode_activation(x, act, scale, zero_point)
-    return _launch(x, static, _given(x, static, scale, zero_point), values=False)
+    return launch(x, static, _given(x, static, scale, zero_point))
 
 
 def fake_quantized(
@@ -171,7 +175,7 @@ def fake_quantized(
     assert isinstance(static, Static)
     if not x.numel():
         return x.clone()
-    return _launch(x, static, _given(x, static, scale, zero_point), values=True).codes
+    return launch(x, static, _given(x, static, scale, zero_point), values=True).codes
 
 
 def rms_norm_encode(x: Tensor, weight: Tensor, eps: float, act: ActivationSpec) -> Parts:
@@ -185,7 +189,7 @@ def rms_norm_encode(x: Tensor, weight: Tensor, eps: float, act: ActivationSpec) 
     if not isinstance(static, Static) or static.params != "row" or x.shape[1] > WIDEST or not usable(x, act):
         return activation.encode_activation(F.rms_norm(x, (x.shape[1],), weight, eps), act, None, None)
     floats = gate_gpu.aligned(weight, "weight", FLOATS, (x.shape[1],), x.device)
-    return _launch(x, static, None, values=False, norm=floats, eps=eps)
+    return launch(x, static, norm=floats, eps=eps)
 
 
 def usable(x: Tensor, act: ActivationSpec) -> bool:
