@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from ...core.formats import E2M1, E4M3, E8M0, INT2, INT4, INT8, NF4, UINT3, UINT4
-from ...core.spec import TENSOR, QuantSpec
+from ...core.spec import TENSOR, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ..target import capability
-from . import tiles
+from . import low_precision, quantize, tiles
 from .layout import LAYOUT
 from .tiles import Tile
 from .weight_only import Operand, Static, dequantize, grid, launch, operand, static_of
@@ -243,6 +243,49 @@ def kernels(target: str, names: Sequence[str] = tuple(FORMATS), full: bool = Fal
     candidates."""
     wanted = [each for name in names for each in products(name)] + (list(every_product(target)) if full else [])
     return list({each.name: each for each in (job(target, one) for one in wanted)}.values())
+
+
+# -- products of int8 inputs, and their quantizing --------------------------------------------------------------------
+
+
+def input_kernels(target: str) -> list[Job]:
+    """Jobs for a target: products of int8 codes with tiles of each bucket, and inputs quantized per token."""
+    found = []
+    for m in (1, 17, 33, 100, 4096):
+        for dtype, bias in ((_BF16, False), (torch.float16, True)):
+            tile = low_precision.choose(target, tiles.bucket(m), SIZE, dtype, tiles.processors(target))
+            name = f"int8 product, {m} rows, {str(dtype).removeprefix('torch.')} {tile}{' bias' * bias}"
+            found.append(Job(name, partial(_int8, m, dtype, bias, tile)))
+    for act in (QuantSpec(INT8, (-1,)), QuantSpec(INT8, (-1,), zero_point=True), QuantSpec(E4M3, (-1,))):
+        for k in (SIZE, 20000):  # one pass, and a loop
+            found.append(Job(f"quantize {act}, {k} columns", partial(_quantize, act, k)))
+    return found
+
+
+def _int8(m: int, dtype: torch.dtype, bias: bool, tile: low_precision.Tile, target: str) -> Any:
+    from . import low_precision_kernel
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    codes = empty(SIZE, SIZE, dtype=torch.int8)
+    w = low_precision.Operand(codes, empty(SIZE), None, codes.device, None, None)
+    with compiling(target, low_precision_kernel, ("int8_product", "int8_product_blocks")) as found:
+        low_precision.launch(
+            empty(m, SIZE, dtype=torch.int8), empty(m, 1), w, empty(SIZE, dtype=dtype) if bias else None, dtype, tile,
+            tiles.processors(target),
+        )  # fmt: skip
+    return found[0]
+
+
+def _quantize(spec: QuantSpec, k: int, target: str) -> Any:
+    from . import quantize_kernel
+
+    static = quantize.static_of(ActivationSpec(spec), _BF16)
+    assert not isinstance(static, str), static
+    with compiling(target, quantize_kernel, ("quantize_rows",)) as found:
+        quantize.launch(torch.empty(8, k, dtype=_BF16, device="meta"), static, target=target)
+    return found[0]
 
 
 # -- what the compiler made --------------------------------------------------------------------------------------------

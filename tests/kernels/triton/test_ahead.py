@@ -89,6 +89,19 @@ def test_shipped_tiles(target: str, name: str) -> None:
             assert 0 < found.per_weight <= limit, f"{job.name}: {found.per_weight:.2f} instructions per weight"
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_of_quantized_inputs(target: str) -> None:
+    jobs = ahead.input_kernels(target)
+    assert len({job.name for job in jobs}) == len(jobs)
+    unit = "v_mfma_i32" if target.startswith("hip") else "IGMMA" if target == "cuda:sm_90" else "IMMA"
+    for job in jobs:
+        found, _ = compiled(target, job)
+        check_limits(target, job, found)
+        if job.name.startswith("int8 product"):
+            assert found.matrix, job.name
+            assert all(name.startswith(unit) for name in found.matrix), job.name
+
+
 PARTS = 12
 
 
