@@ -109,7 +109,9 @@ def launch(
             blocks(y, [tile.bm, tile.bn]), m, n, k, PROGRAMS=processors, **options,
         )  # fmt: skip
         return y
-    split = tiles.split(count, -(-k // tile.bk), 2 * processors)
+    # where rows of results are no whole 16-byte pieces, a large tile has no registers left to add parts
+    parts = 2 * processors if tile.swap or n % 16 == 0 else 1
+    split = tiles.split(count, -(-k // tile.bk), parts)
     sums, locks = x, x
     if split > 1:
         sums = workspace.parts(count * split * tile.bm * tile.bn, x.device).view(torch.int32)

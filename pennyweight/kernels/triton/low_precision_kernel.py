@@ -110,7 +110,8 @@ def int8_product(
                 acc += tl.load(parts, cache_modifier=".cg", mask=live, other=0)
             tl.store(lock_ptr + mine, 0)
         y = scaled(acc, m, n, sx_ptr, sw_ptr, b_ptr, M, N, SX, SW, HAS_B, SWAP)
-        tl.store(y_ptr + m2.to(tl.int64) * N + n2, narrow(y, T), mask=live)
+        first = y_ptr + (pm * BM).to(tl.int64) * N  # offsets within a tile need 32 bits, and half the registers
+        tl.store(first + ((m2 - pm * BM) * N + n2), narrow(y, T), mask=live)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -221,6 +221,123 @@ def broken() -> dict[str, Any]:
     return {"warnings": found, "trusted": trusted, "proven": proven, "why": why}
 
 
+def _activations() -> list[Any]:
+    import torch
+
+    from pennyweight.core.formats import E4M3, E5M2, INT7, INT8
+    from pennyweight.core.spec import ActivationSpec, QuantSpec
+
+    found, eps = [], torch.finfo(torch.float32).eps
+    for f in (INT8, INT7, E4M3, E5M2):
+        integer = f.kind == "int"
+        for block in ((-1,), None):
+            found += [ActivationSpec(QuantSpec(f, block), "dynamic", rule) for rule in (None, "absmax")]
+            found += [ActivationSpec(QuantSpec(f, block), "static")]
+            if integer:
+                found += [ActivationSpec(QuantSpec(f, block), eps=eps)]
+                found += [ActivationSpec(QuantSpec(f, block, zero_point=True), mode) for mode in ("dynamic", "static")]
+    return found
+
+
+@check
+def quantized(dtype: str) -> dict[str, Any]:
+    """Codes and parameters of inputs, and their values, against the CPU's: bit for bit, with NaN, infinity, zeros and
+    subnormal numbers, in one piece and in steps."""
+    import torch
+
+    from pennyweight.kernels.activation import encode_activation, quantize_activation
+    from pennyweight.kernels.triton import quantize
+    from pennyweight.kernels.triton.self_test_inputs import difference
+
+    dtype, found = getattr(torch, dtype), {}
+    info = torch.finfo(dtype)
+    for act in _activations():
+        for m, k, widest in ((8, 70, 16384), (1, 1, 16384), (9, 300, 128)):
+            quantize.WIDEST, quantize._STEP = widest, min(widest, 4096)
+            quantize._options.cache_clear()
+            x = torch.randn(m, k, generator=torch.Generator().manual_seed(m))
+            x = (x * torch.exp2(torch.arange(m) * 3.0 - 9)[:, None]).to(dtype)
+            if act.spec.block is not None and m > 7:
+                x[0], x[1, 0], x[2, -1], x[3, 3] = 0, float("nan"), float("inf"), -float("inf")
+                x[4], x[5, ::2], x[6] = info.smallest_normal * torch.rand(k), -0.0, info.max
+                x[6, 0] = -info.max
+            scale = zero = None
+            if act.mode == "static":
+                scale = torch.tensor(0.03) if act.spec.block is None else torch.rand(m) * 0.1 + 0.001
+                zero = torch.tensor(-5, dtype=torch.int8) if act.spec.zero_point else None
+            got, want = (run(x, act, scale, zero) for run in (quantize.encode, encode_activation))
+            pairs = [(got.codes, want.codes), (got.scale, want.scale), (got.zero_point, want.zero_point)]
+            pairs += [(run(x, act, scale, zero) for run in (quantize.fake_quantized, quantize_activation))]
+            for name, (a, b) in zip(("codes", "scale", "zero point", "values"), pairs, strict=True):
+                found[f"{act} {m} x {k}: {name}"] = difference(a, b, name)
+    return {"wrong": wrong(found), "count": len(found)}
+
+
+@check
+def int8_tiles() -> dict[str, Any]:
+    """int8 products with each way to load, and with tiles that programs share."""
+    import torch
+
+    from pennyweight.kernels.triton.low_precision import Tile
+    from pennyweight.kernels.triton.self_test_inputs import _int8
+
+    given, found = watch_locks(), {}
+    tiles = (Tile(32, 64, 32, 4, 2, blocks=True), Tile(32, 64, 64, 4, 2), Tile(16, 64, 32, 4, 2, True))
+    for tile in tiles:
+        for m, n, k in ((70, 136, 176), (5, 72, 1040)):
+            for bias in (False, True):
+                check_it, _ = _int8(torch.bfloat16, m, n, k, bias=bias, tile=tile)
+                found[f"{tile} {m} {n} {k} {bias}"] = check_it(torch.device("cpu"))
+    return {"wrong": wrong(found), "count": len(found), "locks": [int(lock.abs().sum()) for lock in given]}
+
+
+@check
+def same_in_any_batch() -> bool:
+    """A row of an int8 product has the same bits in a batch of any size, with other tiles and other splits."""
+    import torch
+
+    from pennyweight.kernels.triton import low_precision
+    from pennyweight.kernels.triton.self_test_inputs import FULL, INT8_TOKEN, numbers
+
+    spec, n, k = INT8_TOKEN.spec, 72, 1040
+    from pennyweight.core.tensor import AffineQuantizedTensor
+
+    w = AffineQuantizedTensor.from_float(numbers(n, k, FULL, special=False), spec)
+    bound = low_precision.bind_static(w.spec, INT8_TOKEN, (n, k), torch.bfloat16)
+    x, bias = numbers(140, k, torch.bfloat16, special=False), numbers(1, n, torch.bfloat16)[0]
+    whole = bound.run_with(x, w.parts, bias)
+    return all(torch.equal(bound.run_with(x[:m], w.parts, bias), whole[:m]) for m in (1, 17, 40, 70))
+
+
+@check
+def quantized_inputs() -> dict[str, Any]:
+    """Weights in layout "gpu" under schemes that quantize the input: against float64, also with a permutation."""
+    import torch
+
+    import pennyweight as pw
+    from pennyweight.kernels.activation import quantize_activation
+    from pennyweight.kernels.triton import weight_only
+
+    found: dict[str, str | None] = {}
+    for config in (pw.Int8DynamicActivationInt4WeightConfig(), pw.Float8DynamicActivationInt4WeightConfig()):
+        layer = torch.nn.Linear(256, 100, dtype=torch.bfloat16).requires_grad_(False)
+        pw.quantize_(layer, config)
+        w, x = layer.weight.data.to_layout("gpu"), torch.randn(5, 256, dtype=torch.bfloat16)
+        perm = torch.randperm(256)
+        for order in (None, perm):
+            held = w.with_(perm=order)
+            static = weight_only.static_of(held.spec, tuple(held.stored_shape), torch.bfloat16)
+            y = weight_only.bind_static(static, held.spec, held.act).run_with(x, held.parts, layer.bias.data)
+            inputs = quantize_activation(x, held.act, None, None).double()
+            if order is not None:
+                inputs = inputs.index_select(-1, order)
+            numbers = w.with_(perm=None).to_layout("plain").dequantize(torch.float32).double()
+            exact = inputs @ numbers.t() + layer.bias.double()
+            error = float((y.double() - exact).norm() / exact.norm())
+            found[f"{type(config).__name__} {order is not None}"] = None if error < 4e-3 else f"{error:.1e}"
+    return {"wrong": wrong(found), "count": len(found)}
+
+
 if __name__ == "__main__":
     import numpy  # noqa: F401  # before torch: their OpenMP libraries are then the same
 
