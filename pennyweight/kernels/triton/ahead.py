@@ -284,7 +284,7 @@ def _quantize(spec: QuantSpec, k: int, target: str) -> Any:
     static = quantize.static_of(ActivationSpec(spec), _BF16)
     assert not isinstance(static, str), static
     with compiling(target, quantize_kernel, ("quantize_rows",)) as found:
-        quantize._launch(torch.empty(8, k, dtype=_BF16, device="meta"), static, None, values=False)
+        quantize.launch(torch.empty(8, k, dtype=_BF16, device="meta"), static, target=target)
     return found[0]
 
 

@@ -179,7 +179,7 @@ def accepts(case: Case) -> bool | str:
         return f"needs K to be a multiple of {UNIT}, K is {k}"
     if k > LIMITS["int8"].most_k:
         return f"sums of {k} products may overflow int32"
-    return proof.refusal(case.device, quantize.FAMILY) or proof.refusal(case.device, FAMILY) or True
+    return proof.refusal(case.device, quantize.family(case.act)) or proof.refusal(case.device, FAMILY) or True
 
 
 def _linear(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:

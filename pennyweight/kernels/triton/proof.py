@@ -31,7 +31,8 @@ FAMILIES = {
         "triton_weight_only",
         "quantized layers with float inputs run on kernels of torch, or are dequantized at each call",
     ),
-    "quantize": ("quantize_rows", "inputs are quantized by torch's operators, several times as slowly"),
+    "quantize_int": ("quantize_rows", "int8 inputs are quantized by torch's operators, several times as slowly"),
+    "quantize_float": ("quantize_rows", "float8 inputs are quantized by torch's operators, several times as slowly"),
     "int8": ("triton_int8", "products of int8 inputs run on the weight-only kernel, or on torch._int_mm"),
 }
 Prover = Callable[[torch.device, str], dict[str, str | None]]

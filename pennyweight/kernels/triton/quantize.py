@@ -24,7 +24,6 @@ from ..target import capability, target_of
 from . import proof
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-FAMILY = "quantize"
 DEVICES = ("cuda:sm_80+", "hip")
 WIDEST = 16384  # columns of a row that one program holds in registers
 _STEP = 4096  # columns per step of longer rows
@@ -48,6 +47,12 @@ class Static:
     limit: float
     code_dtype: torch.dtype
     dtype: torch.dtype
+
+
+def family(act: ActivationSpec) -> str:
+    """The family of kernels that quantizes to these numbers, see proof.FAMILIES: integers and floats are rounded by
+    different instructions."""
+    return "quantize_int" if act.spec.format.kind == "int" else "quantize_float"
 
 
 def accepts(act: ActivationSpec, dtype: torch.dtype) -> bool | str:
@@ -200,7 +205,7 @@ def usable(x: Tensor, act: ActivationSpec) -> bool:
 @lru_cache(maxsize=1024)
 def _proven(act: ActivationSpec, dtype: torch.dtype, device: torch.device) -> bool:
     target = target_of(device)
-    return accepts(act, dtype) is True and _runs(target) and proof.refusal(target, FAMILY) is None
+    return accepts(act, dtype) is True and _runs(target) and proof.refusal(target, family(act)) is None
 
 
 def _runs(target: str) -> bool:

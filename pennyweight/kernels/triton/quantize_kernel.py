@@ -62,7 +62,7 @@ def quotient(x, s, r, up):
         return x / s
     x = x * up
     q = tl.minimum(tl.maximum(x * r, -512.0), 512.0)
-    return tl.fma(tl.fma(-q, s * up, x), r, q)
+    return tl.where(x == 0, x, tl.fma(tl.fma(-q, s * up, x), r, q))  # the sum of -0 and its remainder is +0
 
 
 @triton.jit

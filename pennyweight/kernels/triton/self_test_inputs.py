@@ -46,7 +46,7 @@ class Check:
     launches: Callable[[str], object]
 
 
-Case = tuple[Callable[[torch.device], str | None], Callable[[str], object]]
+Case = tuple[str, Callable[[torch.device], str | None], Callable[[str], object]]  # family, and as in Check
 
 
 def _static(act: ActivationSpec, dtype: torch.dtype) -> quantize.Static:
@@ -131,7 +131,7 @@ def _codes(act: ActivationSpec, dtype: torch.dtype, m: int, k: int) -> Case:
         found = quantize.encode(x.to(device), act, None if scale is None else scale.to(device))
         return _compare(found, wanted)
 
-    return check, _quantizes(act, dtype, m, k)
+    return quantize.family(act), check, _quantizes(act, dtype, m, k)
 
 
 def _compare(found: Parts, wanted: Parts) -> str | None:
@@ -145,7 +145,7 @@ def _values(act: ActivationSpec, dtype: torch.dtype, m: int, k: int) -> Case:
         x = numbers(m, k, dtype)
         return difference(quantize.fake_quantized(x.to(device), act), quantize_activation(x, act, None, None), "values")
 
-    return check, _quantizes(act, dtype, m, k, values=True)
+    return quantize.family(act), check, _quantizes(act, dtype, m, k, values=True)
 
 
 def _norm(act: ActivationSpec, dtype: torch.dtype, m: int, k: int) -> Case:
@@ -158,7 +158,7 @@ def _norm(act: ActivationSpec, dtype: torch.dtype, m: int, k: int) -> Case:
         error = float((a - b).norm() / b.norm())  # the last place of a normalized number may move it to the next code
         return None if error < 4e-3 else f"relative error {error:.1e}"
 
-    return check, _quantizes(act, dtype, m, k, norm=True)
+    return quantize.family(act), check, _quantizes(act, dtype, m, k, norm=True)
 
 
 def _int8(
@@ -210,7 +210,7 @@ def _int8(
         x, scale = _nothing(m, k, dtype=torch.int8), _nothing(m, 1, dtype=FULL)
         low_precision.launch(x, scale, w, _nothing(n, dtype=dtype) if bias else None, dtype, chosen, processors)
 
-    return check, launches
+    return low_precision.FAMILY, check, launches
 
 
 def cases(full: bool = False) -> Iterator[Check]:
@@ -221,7 +221,7 @@ def cases(full: bool = False) -> Iterator[Check]:
 
 def _products(full: bool) -> Iterator[Check]:
     def case(name: str, found: Case) -> Check:
-        return Check(f"int8 inputs, {name}", low_precision.FAMILY, *found)
+        return Check(f"int8 inputs, {name}", *found)
 
     yield case("1 row", _int8(BF16, 1, 192, 1024, bias=True))
     yield case("5 rows, odd sizes", _int8(BF16, 5, 101, 1104))
@@ -245,7 +245,7 @@ def _products(full: bool) -> Iterator[Check]:
 def _quantizing(full: bool) -> Iterator[Check]:
 
     def case(name: str, found: Case) -> Check:
-        return Check(f"quantize, {name}", quantize.FAMILY, *found)
+        return Check(f"quantize, {name}", *found)
 
     yield case("int8 per token", _codes(INT8_TOKEN, BF16, 5, 1000))
     yield case("int8 per token, 4096 columns", _codes(INT8_TOKEN, BF16, 33, 4096))

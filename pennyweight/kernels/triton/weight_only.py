@@ -377,7 +377,7 @@ def accepts_quantized_input(case: Case) -> bool | str:
         return verdict
     if (verdict := _accepts(case)) is not True:
         return verdict
-    return proof.refusal(case.device, quantize.FAMILY) or True
+    return proof.refusal(case.device, quantize.family(case.act)) or True
 
 
 def _linear(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
