@@ -286,7 +286,7 @@ def int8_tiles() -> dict[str, Any]:
     for tile in tiles:
         for m, n, k in ((70, 136, 176), (5, 72, 1040)):
             for bias in (False, True):
-                check_it, _ = _int8(torch.bfloat16, m, n, k, bias=bias, tile=tile)
+                _, check_it, _ = _int8(torch.bfloat16, m, n, k, bias=bias, tile=tile)
                 found[f"{tile} {m} {n} {k} {bias}"] = check_it(torch.device("cpu"))
     return {"wrong": wrong(found), "count": len(found), "locks": [int(lock.abs().sum()) for lock in given]}
 
