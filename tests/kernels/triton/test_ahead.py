@@ -14,9 +14,9 @@ from pennyweight.kernels.triton.ahead import FORMATS, TARGETS, Job, Report
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
-# Instructions per weight in the loop on sm_90 of the shipped tiles of 8 and 16 rows; triton 3.6.0 and 3.7.1 differ by 3 %. At
-# 3 TB/s, 132 multiprocessors can spend 4.8 for codes of 4 bits, 9.6 for 8 and 2.4 for 2: beyond that, instructions
-# decide instead of memory.
+# Instructions per weight in the loop on sm_90 of the shipped tiles of 8 and 16 rows; triton 3.6.0 and 3.7.1 differ by
+# 3 %. At 3 TB/s, 132 multiprocessors can spend 4.8 for codes of 4 bits, 9.6 for 8 and 2.4 for 2: beyond that,
+# instructions decide instead of memory.
 PER_WEIGHT = {
     "int4 g64": (2.1, 2.6), "uint4 g64 offset": (2.6, 3.4), "int8 row": (3.2, 3.3), "int2 g128": (1.8, 2.1),
     "uint3 g64 zero point": (4.4, 4.8), "e4m3 row": (3.3, 3.8), "mxfp4": (4.3, 5.0), "nvfp4": (4.5, 5.9),
