@@ -18,6 +18,7 @@ from ...core.formats import E4M3, E5M2
 from ...core.numerics import Parts
 from ...core.qparams import scale_floor
 from ...core.spec import ActivationSpec
+from ...core.tracing import plain_tensors
 from .. import activation, gate_gpu
 from ..activation import static_params
 from ..target import capability, target_of
@@ -81,7 +82,7 @@ def static_of(act: ActivationSpec, dtype: torch.dtype) -> Static | str:
     integers = f.hi - f.lo if spec.zero_point else (f.hi - f.lo) / 2
     ends = min(f.hi, -f.lo)
     divisor = integers if f.kind == "int" and act.rule != "absmax" else ends
-    with torch.device("cpu"):
+    with plain_tensors(), torch.device("cpu"):  # numbers can be read in a trace and among fake tensors too
         floor, limit = torch.tensor([scale_floor(dtype, spec, act.eps), torch.finfo(dtype).max]).to(dtype).tolist()
     params = "given" if act.mode == "static" else "range" if spec.block is None else "row"
     codes = _CODES.get(f, (0, 0, 0))

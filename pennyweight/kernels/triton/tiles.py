@@ -111,6 +111,13 @@ _MANY = (
 )  # fmt: skip
 
 
+def _needs(target: str, d: Decoding, tile: Tile) -> int:
+    """Bytes of the steps that a program holds: one less than stages. The matrix unit of sm_90 reads inputs from shared
+    memory while the next step is loaded, so one more step of them."""
+    again = columns(d) * tile.w // 32 * 2 * tile.bm if capability(target) == 90 and tile.bm > 8 else 0
+    return step_bytes(d, tile) * max(1, tile.stages - 1) + again
+
+
 def candidates(target: str, d: Decoding, m: int, *, small: bool) -> list[Tile]:
     """Tiles worth measuring for a bucket of rows, the rule's first. None of them exceeds the shared memory."""
     rows = bucket(m)
@@ -126,7 +133,7 @@ def candidates(target: str, d: Decoding, m: int, *, small: bool) -> list[Tile]:
     found = [by_rule(target, d, m, small=small)]
     for bm, (bn, w, warps, stages, before), fill in which:
         tile = Tile(bm, bn, w, warps, stages, before, fill)
-        if not (small and w < 32) and step_bytes(d, tile) * max(1, stages - 1) <= shared_memory(target) - 4096:
+        if not (small and w < 32) and _needs(target, d, tile) <= shared_memory(target) - 4096:
             found.append(tile)
     if rows <= 64 and capability(target) >= 90:
         found += [replace(tile, ahead=True) for tile in found[:3]]

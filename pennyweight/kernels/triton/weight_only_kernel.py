@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_hip
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -87,7 +88,7 @@ def shifted(v, n: tl.constexpr):
 @triton.jit
 def permute_bytes(a, b, select):
     """Byte i of the result: byte (nibble i of select & 7) of the eight bytes b:a. uint32."""
-    if INTERPRET:
+    if INTERPRET or is_hip():
         r = a * 0
         for i in tl.static_range(4):
             n = (select >> (4 * i)) & 7
@@ -116,7 +117,7 @@ def table_plane(word, P: tl.constexpr, t_ptr, T: tl.constexpr, ASM: tl.constexpr
     ASM: PTX of each plane with the table in it. Triton moves the change of layout from a tensor in memory to an operand
     in front of code with one operand; otherwise words pass through shared memory once more.
     """
-    if not INTERPRET:
+    if not (INTERPRET or is_hip()):
         if len(ASM[P]) > 0:
             return halves(tl.inline_asm_elementwise(ASM[P], "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1), T)
     u = word.to(tl.uint32, bitcast=True)
