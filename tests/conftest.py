@@ -84,6 +84,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get("PENNYWEIGHT_SWEEP") != "1":
+        skip = pytest.mark.skip(reason="a sweep of about an hour: PENNYWEIGHT_SWEEP=1 scripts/test -m sweep")
+        for item in items:
+            if "sweep" in item.keywords:
+                item.add_marker(skip)
     if not config.getoption("--each-value"):
         return
     seen: dict[tuple[Path, str], set[Any]] = {}

@@ -24,6 +24,7 @@ BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # rows of the input,
 # Programming Guide, "Compute Capabilities".
 _SHARED = {80: 163_840, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
 _PROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 103: 148, 120: 170}
+_GROUPS = (90, 100, 103)  # whose matrix unit serves groups of four warps
 DEFAULT = 90  # for devices of unknown capability
 
 
@@ -78,11 +79,15 @@ def by_rule(target: str, d: Decoding, m: int, *, small: bool) -> Tile:
     As many stages as leave room for two programs on a multiprocessor, and steps of as many words as that allows. The
     weights are operand A of the matrix unit, so 64 rows of them are one warp group.
     """
-    bm = min(bucket(m), 128)
+    bm = max(min(bucket(m), 128), 16 if target.startswith("hip") else 8)  # AMD's matrix unit has no eight rows
     limit = shared_memory(target)
-    tile = Tile(bm, 64, 32, 2 if bm == 8 else 4, 2, bm > 64)
+    wide = bm > 64 and capability(target) not in _GROUPS and not small  # four warps would spill registers
+    tile = Tile(bm, 128 if wide else 64, 32, 8 if wide else 2 if bm == 8 else 4, 2, bm > 64)
     long = bm <= 64 and not (bm == 8 and len(d.pieces) > 1)  # two warps have too few registers for several pieces
-    for w in (32,) if small else (32, 16, 8) if long else (16, 8):
+    words = (32,) if small else (32, 16, 8) if long else (16, 8)
+    if capability(target) in (100, 103) and not small:
+        words = tuple(w for w in words if w > 8)  # of a step of 8 words, Triton 3.7 makes an empty kernel for sm_100
+    for w in words:
         tile = replace(tile, w=w)
         fit = limit // 2 // step_bytes(d, tile)
         if fit >= 2 or (fit and w == 8):

