@@ -25,6 +25,7 @@ BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # rows of the input,
 _SHARED = {80: 163_840, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
 _PROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 103: 148, 120: 170}
 _GROUPS = (90, 100, 103)  # whose matrix unit serves groups of four warps
+_TENSOR_MEMORY = (100, 103)
 DEFAULT = 90  # for devices of unknown capability
 
 
@@ -67,6 +68,12 @@ def processors(target: str) -> int:
     return _PROCESSORS.get(capability(target), _PROCESSORS[DEFAULT])
 
 
+def most_rows(target: str) -> int:
+    """The most rows of a tile. With tensor memory (sm_100) eight, of products by single warps: for more, Triton 3.7
+    passes weights through that memory, and made kernels without a product of some tiles."""
+    return 8 if capability(target) in _TENSOR_MEMORY else 256
+
+
 def step_bytes(d: Decoding, tile: Tile) -> int:
     """Bytes of codes and inputs that one step of the kernel reads."""
     cols = columns(d) * tile.w // 32
@@ -79,15 +86,13 @@ def by_rule(target: str, d: Decoding, m: int, *, small: bool) -> Tile:
     As many stages as leave room for two programs on a multiprocessor, and steps of as many words as that allows. The
     weights are operand A of the matrix unit, so 64 rows of them are one warp group.
     """
-    bm = max(min(bucket(m), 128), 16 if target.startswith("hip") else 8)  # AMD's matrix unit has no eight rows
+    least = 16 if target.startswith("hip") else 8  # rows of the matrix unit
+    bm = max(min(bucket(m), 128, most_rows(target)), least)
     limit = shared_memory(target)
     wide = bm > 64 and capability(target) not in _GROUPS and not small  # four warps would spill registers
     tile = Tile(bm, 128 if wide else 64, 32, 8 if wide else 2 if bm == 8 else 4, 2, bm > 64)
     long = bm <= 64 and not (bm == 8 and len(d.pieces) > 1)  # two warps have too few registers for several pieces
-    words = (32,) if small else (32, 16, 8) if long else (16, 8)
-    if capability(target) in (100, 103) and not small:
-        words = tuple(w for w in words if w > 8)  # of a step of 8 words, Triton 3.7 makes an empty kernel for sm_100
-    for w in words:
+    for w in (32,) if small else (32, 16, 8) if long else (16, 8):
         tile = replace(tile, w=w)
         fit = limit // 2 // step_bytes(d, tile)
         if fit >= 2 or (fit and w == 8):
@@ -140,6 +145,7 @@ def candidates(target: str, d: Decoding, m: int, *, small: bool) -> list[Tile]:
         tile = Tile(bm, bn, w, warps, stages, before, fill)
         if not (small and w < 32) and _needs(target, d, tile) <= shared_memory(target) - 4096:
             found.append(tile)
+    found = [tile for tile in found if tile.bm <= most_rows(target)]
     if rows <= 64 and capability(target) >= 90:
         found += [replace(tile, ahead=True) for tile in found[:3]]
     return list(dict.fromkeys(found))
@@ -202,7 +208,9 @@ def choose(target: str, device: str, d: Decoding, m: int, *, small: bool, offset
         for line in lines():
             if value and line.get(key) == value and line["family"] == name and line["m"] == m:
                 return None if line["tile"] is None else Tile(**line["tile"])
-    return None if m >= _DEQUANTIZE_FROM else by_rule(target, d, m, small=small)
+    if m >= _DEQUANTIZE_FROM or m > 8 * most_rows(target):
+        return None
+    return by_rule(target, d, m, small=small)
 
 
 _DEQUANTIZE_FROM = 512  # rows from which one pass over the weight costs less than a slower product, on a H100
