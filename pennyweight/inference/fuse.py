@@ -96,7 +96,8 @@ def fuse_(model: nn.Module, example: Any = None) -> Report:
     activations, residual additions and pooling; the outputs are those of the net, to the last bit except where a mean
     or an activation like SiLU rounds differently. The graph is that of torch.fx.
 
-    Parameters, buffers, hooks, ties and the state dict stay the same. :func:`thaw_` undoes it exactly.
+    Parameters, buffers, hooks, ties and the state dict stay the same. :func:`thaw_` undoes it exactly. On a GPU blocks
+    and nets are not fused yet, and a note says so.
 
     >>> import torch, pennyweight as pw
     >>> layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, norm_first=True)
@@ -110,17 +111,15 @@ def fuse_(model: nn.Module, example: Any = None) -> Report:
     >>> report = pw.thaw_(model)
     """
     rows, notes = [], []
-    with _evaluating(model):
-        rows += fuse_nets(model, example)
-        blocks = _outside_nets(model, candidates(model))
-        for block in blocks.values():
-            if isinstance(block, FusedBlock) and changed(block, block.recipe):
-                block.__class__ = block.thawed  # type: ignore[assignment]
-        seen, problem = _observed(model, blocks, example) if blocks or not rows else ({}, "")
-        if problem:
-            notes.append(problem)
-        for name, block in blocks.items():
-            rows.append(_row(name, block, _fuse_block(name, block, seen.get(name))))
+    elsewhere = sorted({p.device.type for p in model.parameters()} - {"cpu", "meta"})
+    if elsewhere:
+        notes.append(
+            f"the model is on {' and '.join(elsewhere)}: blocks and convolution nets are fused for CPUs only; linear "
+            "layers run on the kernels of their device"
+        )
+    else:
+        rows, problem = _fuse(model, example)
+        notes += [problem] if problem else []
     frozen = freeze_(model)
     chained = {id(m.weight): m.weight for m in chained_convolutions(model)}
     for row in frozen.rows:
@@ -129,6 +128,20 @@ def fuse_(model: nn.Module, example: Any = None) -> Report:
             with_scheme(row, w)
             row.kernel, row.note = "chains", ""
     return Report("fuse_", rows + frozen.rows, verb="fused or frozen", notes=notes)
+
+
+def _fuse(model: nn.Module, example: Any) -> tuple[list[Row], str]:
+    """Rows of nets and blocks, and why the model could not be run, or ""."""
+    with _evaluating(model):
+        rows = list(fuse_nets(model, example))
+        blocks = _outside_nets(model, candidates(model))
+        for block in blocks.values():
+            if isinstance(block, FusedBlock) and changed(block, block.recipe):
+                block.__class__ = block.thawed  # type: ignore[assignment]
+        seen, problem = _observed(model, blocks, example) if blocks or not rows else ({}, "")
+        for name, block in blocks.items():
+            rows.append(_row(name, block, _fuse_block(name, block, seen.get(name))))
+    return rows, problem
 
 
 def _parameter(model: nn.Module, name: str) -> Any:

@@ -293,3 +293,11 @@ def test_no_warning_on_a_cpu_or_for_a_kernel(monkeypatch: pytest.MonkeyPatch) ->
     w = QT.from_float(torch.randn(64, 64), pw.core.spec.NF4_BLOCK)
     bind(w, torch.float32)
     assert set() == linear_op._WARNED
+
+
+def test_fuse_says_that_nothing_is_fused_on_a_gpu(fake: FakeTensorMode) -> None:
+    with assume_target("cuda:sm_90"):
+        model = nn.Sequential(nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16), nn.ReLU())
+        pw.quantize_(model, "int8")
+        report = pw.fuse_(model)
+    assert any("the model is on cuda" in note and "fused for CPUs only" in note for note in report.notes)
