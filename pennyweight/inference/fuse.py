@@ -110,7 +110,8 @@ def fuse_(model: nn.Module, example: Any = None) -> Report:
     True
     >>> report = pw.thaw_(model)
     """
-    rows, notes = [], []
+    rows: list[Row] = []
+    notes: list[str] = []
     elsewhere = sorted({p.device.type for p in model.parameters()} - {"cpu", "meta"})
     if elsewhere:
         notes.append(

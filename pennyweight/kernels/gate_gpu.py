@@ -69,6 +69,11 @@ def vector(t: Tensor | None, name: str, n: int, dtypes: Sequence[torch.dtype], d
     return None if t is None else aligned(t, name, dtypes, (n,), device)
 
 
+def readable(t: Tensor) -> bool:
+    """Whether a kernel may read a plain tensor as it is: contiguous, at a multiple of 16 bytes."""
+    return t.is_contiguous() and not t.data_ptr() % ALIGNMENT
+
+
 def _is_aligned(t: Tensor) -> bool:
     """Whether the address is a multiple of 16 bytes; True if it has none: fake tensors."""
     if type(t) not in (Tensor, torch.nn.Parameter):
@@ -108,4 +113,4 @@ def on_device(run: Callable[..., Any], device: torch.device) -> Callable[..., An
     return guarded
 
 
-__all__ = ["ALIGNMENT", "aligned", "on_device", "rows", "vector"]
+__all__ = ["ALIGNMENT", "aligned", "on_device", "readable", "rows", "vector"]

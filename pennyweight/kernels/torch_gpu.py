@@ -341,7 +341,9 @@ def experts_grouped_mm(x: Tensor, w: QT, ends: Tensor) -> Tensor:
     if not x.numel():
         return _no_rows(x, w.stored_shape[1])
     y = _grouped(x.contiguous(), w, ends)
-    unused = torch.arange(x.shape[0], device=x.device) >= ends[-1]  # on the device: no wait for the CPU
+    unused = (
+        torch.arange(x.shape[0], dtype=torch.int64, device=x.device) >= ends[-1]
+    )  # on the device: no wait for the CPU
     return y.masked_fill_(unused[:, None], 0)
 
 

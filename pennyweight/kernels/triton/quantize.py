@@ -80,10 +80,11 @@ def static_of(act: ActivationSpec, dtype: torch.dtype) -> Static | str:
     if act.mode == "dynamic" and act.rule is not None and act.rule not in rules:
         return f"chooses scales by {' or '.join(rules)}, not {act.rule}"
     integers = f.hi - f.lo if spec.zero_point else (f.hi - f.lo) / 2
-    ends = min(f.hi, -f.lo)
-    divisor = integers if f.kind == "int" and act.rule != "absmax" else ends
-    with plain_tensors(), torch.device("cpu"):  # numbers can be read in a trace and among fake tensors too
-        floor, limit = torch.tensor([scale_floor(dtype, spec, act.eps), torch.finfo(dtype).max]).to(dtype).tolist()
+    end = min(f.hi, -f.lo)
+    divisor = integers if f.kind == "int" and act.rule != "absmax" else end
+    with plain_tensors():  # numbers can be read in a trace and among fake tensors too
+        ends = [scale_floor(dtype, spec, act.eps), torch.finfo(dtype).max]
+        floor, limit = torch.tensor(ends, dtype=torch.float32, device="cpu").to(dtype).tolist()
     params = "given" if act.mode == "static" else "range" if spec.block is None else "row"
     codes = _CODES.get(f, (0, 0, 0))
     return Static(

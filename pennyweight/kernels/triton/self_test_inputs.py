@@ -75,7 +75,7 @@ def numbers(m: int, k: int, dtype: torch.dtype, *, special: bool = True) -> Tens
     infinity."""
     generator = torch.Generator(device="cpu").manual_seed(m * 7919 + k)
     x = torch.randn(m, k, generator=generator, dtype=torch.float32, device="cpu")
-    x = (x * torch.exp2(torch.arange(m, device="cpu").float() % 11 - 5)[:, None]).to(dtype)
+    x = (x * torch.exp2(torch.arange(m, dtype=torch.float32, device="cpu") % 11 - 5)[:, None]).to(dtype)
     if special and m > 4:
         x[0], x[1, k // 2], x[2, 0] = 0, float("nan"), float("inf")
         x[3] = x[3] * torch.finfo(dtype).smallest_normal

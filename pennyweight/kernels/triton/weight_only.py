@@ -157,7 +157,10 @@ def table_code(static: Static) -> tuple[str, ...]:
     """
     if static.values is None:
         return ("", "", "", "")
-    words = [word & 0xFFFFFFFF for word in table_words(torch.tensor(static.values), static.dtype).tolist()]
+    words = [
+        word & 0xFFFFFFFF
+        for word in table_words(torch.tensor(static.values, dtype=torch.float32, device="cpu"), static.dtype).tolist()
+    ]
     low, high = ([f"0x{word:08x}" for word in words[i : i + 4]] for i in (0, 4))
     lines = [".reg .b32 s, p, m, a, b, e0, e1, f0, f1;"]
     for half, out in ((0, "e"), (1, "f")):
@@ -294,14 +297,14 @@ def bind_static(static: Static, spec: QuantSpec, act: ActivationSpec | None = No
         shape = x.shape
         if w.perm is not None:
             x = x.index_select(-1, w.perm)
-        if not x.is_contiguous() or x.data_ptr() % gate_gpu.ALIGNMENT or x.layout is not torch.strided:
+        if x.layout is not torch.strided or not gate_gpu.readable(x):
             x = gate_gpu.rows(x, k, (dtype,), w.device, wide=True)
         if bias is not None:
             if type(bias) not in plain or bias.dtype not in floats or tuple(bias.shape) != (n,) or bias.is_neg():
                 return None
             if bias.device != w.device:
                 return None
-            if not bias.is_contiguous() or bias.data_ptr() % gate_gpu.ALIGNMENT:
+            if not gate_gpu.readable(bias):
                 bias = gate_gpu.vector(bias, "bias", n, floats, w.device)
         m = x.numel() // k
         if m == 0:
