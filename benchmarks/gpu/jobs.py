@@ -14,7 +14,7 @@ from torch import nn
 
 from pennyweight.kernels.table import case_of, moved, select
 from pennyweight.kernels.triton import self_test, self_test_inputs, tiles
-from pennyweight.kernels.triton.ahead import Job, Product, compiling, dtypes_of, job
+from pennyweight.kernels.triton.aot_compile import Job, Product, compiling, dtypes_of, job
 from pennyweight.kernels.triton.tuning import ROWS, choices
 from pennyweight.kernels.triton.weight_only import static_of
 
@@ -76,12 +76,12 @@ def _inputs() -> Iterator[Job]:
 
 
 def _compile(launches: Callable[[str], object], target: str) -> Any:
-    from pennyweight.kernels.triton import low_precision_kernel, quantize_kernel
+    from pennyweight.kernels.triton import int8_linear_kernel, quantize_kernel
 
     names = ("int8_product", "int8_product_blocks")
     with (
         compiling(target, quantize_kernel, ("quantize_rows",)) as found,
-        compiling(target, low_precision_kernel, names) as products,
+        compiling(target, int8_linear_kernel, names) as products,
     ):
         launches(target)
     return [*found, *products][-1]

@@ -81,8 +81,8 @@ def targets(found: Found, root: Path) -> str:
 
 
 def compiled_for(root: Path) -> set[str]:
-    """The targets that the tests compile for: ``TARGETS`` of kernels/triton/ahead.py, read without importing Triton."""
-    path = root / KERNELS / "ahead.py"
+    """The targets that the tests compile for: ``TARGETS`` of aot_compile.py, read without importing Triton."""
+    path = root / KERNELS / "aot_compile.py"
     if not path.exists():
         return set()
     listed = re.search(r"^TARGETS[^=\n]*=\s*[({\[](.*?)[)}\]]\n", path.read_text("utf-8"), re.M | re.S)

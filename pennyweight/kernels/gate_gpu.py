@@ -15,9 +15,12 @@ from torch import Tensor
 
 from ..core.call_site import in_layer
 from ..core.errors import ArgumentError
+from ..core.tracing import is_observed
 
 ALIGNMENT = 16  # bytes of the widest load; of another address Triton would compile a second variant
 _INT32 = 1 << 31
+_PLAIN = (Tensor, torch.nn.Parameter)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _GUARDED = ("cuda", "xpu")  # types of devices with a current one, on whose stream a kernel is launched
 
 
@@ -69,6 +72,32 @@ def vector(t: Tensor | None, name: str, n: int, dtypes: Sequence[torch.dtype], d
     return None if t is None else aligned(t, name, dtypes, (n,), device)
 
 
+def linear_arguments(
+    x: Tensor, bias: Tensor | None, n: int, k: int, dtype: torch.dtype, device: torch.device, perm: Tensor | None
+) -> tuple[Tensor, Tensor | None] | None:
+    """x [.., K] in the order of the weight's columns, and bias [N] or None, as a kernel of ``linear`` may read them.
+
+    None: it cannot, or a mode, tracer or transform must see the call; the caller goes through torch's dispatcher or
+    raises the error. perm [K]: the order, or None.
+    """
+    if (  # hot path, runs per layer and call
+        type(x) not in _PLAIN or x.dtype is not dtype or x.device != device or x.layout is not torch.strided
+        or x.is_neg() or x.ndim == 0 or x.shape[-1] != k or is_observed(x, bias)
+    ):  # fmt: skip
+        return None
+    if bias is not None:
+        if (
+            type(bias) not in _PLAIN or bias.dtype not in _FLOATS or bias.shape != (n,) or bias.device != device
+            or bias.layout is not torch.strided or bias.is_neg()
+        ):  # fmt: skip
+            return None
+        if not readable(bias):
+            bias = aligned(bias, "bias", _FLOATS, (n,), device)
+    if perm is not None:
+        x = x.index_select(-1, perm)
+    return (x if readable(x) else rows(x, k, (dtype,), device, wide=True)), bias
+
+
 def readable(t: Tensor) -> bool:
     """Whether a kernel may read a plain tensor as it is: contiguous, at a multiple of 16 bytes."""
     return t.is_contiguous() and not t.data_ptr() % ALIGNMENT
@@ -113,4 +142,4 @@ def on_device(run: Callable[..., Any], device: torch.device) -> Callable[..., An
     return guarded
 
 
-__all__ = ["ALIGNMENT", "aligned", "on_device", "readable", "rows", "vector"]
+__all__ = ["ALIGNMENT", "aligned", "linear_arguments", "on_device", "readable", "rows", "vector"]

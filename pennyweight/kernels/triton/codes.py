@@ -1,4 +1,4 @@
-"""How the weight-only kernel decodes the codes of a format: data for :mod:`.weight_only_kernel`.
+"""How the weight-only kernel decodes the codes of a format: data for decode_kernel.py.
 
 Codes are stored as 16-bit halves of 32-bit words, see layout.py. The kernel masks one code of each half and turns both
 halves into two numbers of the compute dtype at once:

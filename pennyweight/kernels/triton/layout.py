@@ -122,7 +122,7 @@ def fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
         return g
     if isinstance(spec.scale, QuantSpec) and g.kind != "group":
         return "needs plain scales if they are per row or per tensor"
-    if g.kind != "group" and (spec.zero_point or spec.offset is not None) and g.kind != "row":
+    if g.kind == "tensor" and (spec.zero_point or spec.offset is not None):
         return "needs zero points and offsets per row or per group"
     return True
 

@@ -22,7 +22,7 @@ from ...core.tracing import plain_tensors
 from .. import activation, gate_gpu
 from ..activation import static_params
 from ..target import capability, target_of
-from . import proof
+from . import self_test_verdict
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cuda:sm_80+", "hip")
@@ -51,8 +51,8 @@ class Static:
 
 
 def family(act: ActivationSpec) -> str:
-    """The family of kernels that quantizes to these numbers, see proof.FAMILIES: integers and floats are rounded by
-    different instructions."""
+    """The family of kernels that quantizes to these numbers, as in self_test_verdict.FAMILIES: integers and
+    floats are rounded by different instructions."""
     return "quantize_int" if act.spec.format.kind == "int" else "quantize_float"
 
 
@@ -207,7 +207,7 @@ def usable(x: Tensor, act: ActivationSpec) -> bool:
 @lru_cache(maxsize=1024)
 def _proven(act: ActivationSpec, dtype: torch.dtype, device: torch.device) -> bool:
     target = target_of(device)
-    return accepts(act, dtype) is True and _runs(target) and proof.refusal(target, family(act)) is None
+    return accepts(act, dtype) is True and _runs(target) and self_test_verdict.refusal(target, family(act)) is None
 
 
 def _runs(target: str) -> bool:

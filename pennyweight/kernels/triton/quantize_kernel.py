@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .weight_only_kernel import INTERPRET, narrow, widen
+from .decode_kernel import INTERPRET, narrow, widen
 
 
 @triton.jit

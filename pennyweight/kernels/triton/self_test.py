@@ -1,11 +1,11 @@
-"""The cases by which Triton kernels prove themselves on a device; :mod:`.proof` keeps the verdict.
+"""The cases by which Triton kernels prove themselves on a device; :mod:`.self_test_verdict` keeps the verdict.
 
 A few products of odd sizes are compared with float64, twice, in a second stream and in a graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor
 from ...core.formats import E4M3, INT4, INT8, NF4
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
+from .. import gate_gpu
 from ..target import capability
-from . import proof, self_test_inputs, tiles, weight_only
+from . import self_test_inputs, tiles, weight_only
 from .layout import LAYOUT
-from .self_test_inputs import Check
+from .self_test_inputs import Check, result
 
 # Greatest ||y - exact|| / ||exact||: the output, and with scales applied before the product each weight, is rounded to
 # the compute dtype. Measured on a H100: 1.7e-3 and 2.2e-3 in bfloat16.
@@ -29,7 +30,7 @@ class Case:
     """One product of random numbers.
 
     how     "plain", or "stream", "graph", "unaligned", "dequantized", "chain"
-    family  whose kernels it is for, see proof.FAMILIES
+    family  whose kernels it is for, see self_test_verdict.FAMILIES
     """
 
     name: str
@@ -41,6 +42,26 @@ class Case:
     bias: bool = False
     how: str = "plain"
     family: str = "weight_only"
+
+    def check(self, device: torch.device) -> str | None:
+        """See :func:`run`."""
+        w, x, bias = _inputs(self, device)
+        if self.how == "chain":
+            return _chain(self, w, x)
+        exact = x.double() @ _weight(w).double().t()
+        if bias is not None:
+            exact = exact + bias.double()
+        y = _product(self, w, x, bias)
+        if y.shape != exact.shape or y.dtype is not self.dtype:
+            return f"returned {tuple(y.shape)} {y.dtype}"
+        if not bool(y.isfinite().all()):
+            return "left NaN or infinity"
+        error = float((y.double() - exact).norm() / exact.norm())
+        if not error <= LIMITS[self.dtype]:
+            return f"relative error {error:.1e}, at most {LIMITS[self.dtype]:.0e} is expected"
+        if not torch.equal(y, _product(self, w, x, bias)):
+            return "two runs differ"
+        return None
 
 
 def cases(full: bool = False) -> Iterator[Case | Check]:
@@ -81,25 +102,7 @@ def products(full: bool = False) -> Iterator[Case]:
 def run(case: Case | Check, device: torch.device | str) -> str | None:
     """None if the kernel's result is right, the same twice and finite, else what is wrong with it."""
     device = torch.device(device)
-    if isinstance(case, Check):
-        return case.check(device)
-    w, x, bias = _inputs(case, device)
-    if case.how == "chain":
-        return _chain(case, w, x)
-    exact = x.double() @ _weight(w).double().t()
-    if bias is not None:
-        exact = exact + bias.double()
-    y = _product(case, w, x, bias)
-    if y.shape != exact.shape or y.dtype is not case.dtype:
-        return f"returned {tuple(y.shape)} {y.dtype}"
-    if not bool(y.isfinite().all()):
-        return "left NaN or infinity"
-    error = float((y.double() - exact).norm() / exact.norm())
-    if not error <= LIMITS[case.dtype]:
-        return f"relative error {error:.1e}, at most {LIMITS[case.dtype]:.0e} is expected"
-    if not torch.equal(y, _product(case, w, x, bias)):
-        return "two runs differ"
-    return None
+    return gate_gpu.on_device(case.check, device)(device)
 
 
 def _weight(w: AffineQuantizedTensor) -> Tensor:
@@ -136,17 +139,7 @@ def _product(case: Case, w: AffineQuantizedTensor, x: Tensor, bias: Tensor | Non
 
     if case.how == "unaligned":
         x = torch.cat([x.new_zeros(1), x.reshape(-1)])[1:].view(x.shape)
-    if x.device.type != "cuda" or case.how not in ("stream", "graph"):
-        return product()
-    if case.how == "stream":
-        stream = torch.cuda.Stream(x.device)
-        stream.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(stream):
-            y = product()
-        torch.cuda.current_stream(x.device).wait_stream(stream)
-        stream.synchronize()
-        return y
-    return _replayed(product, x.device)
+    return result(product, case.how if case.how in ("stream", "graph") else "plain", x.device)
 
 
 def _chain(case: Case, w: AffineQuantizedTensor, x: Tensor) -> str | None:
@@ -170,22 +163,9 @@ def _chain(case: Case, w: AffineQuantizedTensor, x: Tensor) -> str | None:
         return "left NaN or infinity"
     if not torch.equal(one_by_one, chain(False)):
         return "a product did not wait for the one before it"
-    if x.device.type == "cuda" and not torch.equal(one_by_one, _replayed(lambda: chain(False), x.device)):
+    if x.device.type == "cuda" and not torch.equal(one_by_one, result(lambda: chain(False), "graph", x.device)):
         return "a product did not wait for the one before it, in a graph"
     return None
-
-
-def _replayed(product: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """The result of a replay of a captured graph."""
-    product()
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = product()
-    y.fill_(float("nan"))
-    graph.replay()
-    torch.cuda.synchronize(device)
-    return y.clone()
 
 
 def prove(device: torch.device | str, full: bool = False, family: str | None = None) -> dict[str, str | None]:
@@ -199,6 +179,3 @@ def prove(device: torch.device | str, full: bool = False, family: str | None = N
         except Exception as error:  # reported: a kernel that cannot be compiled or launched is not used
             found[case.name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return found
-
-
-proof.register(lambda device, family: prove(device, family=family))

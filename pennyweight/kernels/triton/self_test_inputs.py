@@ -14,7 +14,7 @@ from ...core.numerics import Parts
 from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ..activation import encode_activation, quantize_activation
-from . import low_precision, quantize, tiles
+from . import int8_linear, quantize, tiles
 from .weight_only import card
 
 # Greatest ||y - exact|| / ||exact|| of products of codes: sums are exact, the result is rounded once
@@ -27,8 +27,8 @@ E4M3_TENSOR = ActivationSpec(QuantSpec(E4M3, None))
 
 
 TILES = {  # that no small product gets
-    "128x256": low_precision.Tile(128, 256, 128, 8, 3),
-    "128x256 in blocks": low_precision.Tile(128, 256, 128, 8, 3, blocks=True),
+    "128x256": int8_linear.Tile(128, 256, 128, 8, 3),
+    "128x256 in blocks": int8_linear.Tile(128, 256, 128, 8, 3, blocks=True),
 }
 
 
@@ -37,7 +37,7 @@ class Check:
     """One case.
 
     check     (device) -> None, or what is wrong
-    launches  (target) does the launches of the case with tensors without memory: within ahead.compiling, which compiles
+    launches  (target) does the launches of the case with tensors without memory, for aot_compile.compiling
     """
 
     name: str
@@ -163,7 +163,7 @@ def _norm(act: ActivationSpec, dtype: torch.dtype, m: int, k: int) -> Case:
 
 def _int8(
     dtype: torch.dtype, m: int, n: int, k: int, *, block: tuple[int, ...] | None = (-1,), bias: bool = False,
-    how: str = "plain", tile: low_precision.Tile | None = None,
+    how: str = "plain", tile: int8_linear.Tile | None = None,
 ) -> Case:  # fmt: skip
     """A product of int8 codes, compared with exact sums. how: "plain", or "graph" or "stream"."""
 
@@ -177,7 +177,7 @@ def _int8(
         sums = q.codes.double() @ w.codes.double().t()
         assert isinstance(w.scale, Tensor)
         exact = sums * q.scale.double() * w.scale.double().reshape(-1) + (0 if added is None else added.double())
-        bound = low_precision.bind_static(w.spec, INT8_TOKEN, (n, k), dtype)
+        bound = int8_linear.bind_static(w.spec, INT8_TOKEN, (n, k), dtype)
         held = bound.operand(w.parts.map(lambda t: t.to(device)))
         there, b = x.to(device), None if added is None else added.to(device)
 
@@ -187,7 +187,7 @@ def _int8(
             if tile is not None:
                 codes = quantize.encode(there, INT8_TOKEN)
                 processors = card(device)[2]
-                return low_precision.launch(codes.codes, codes.scale, held, b, dtype, tile, processors)
+                return int8_linear.launch(codes.codes, codes.scale, held, b, dtype, tile, processors)
             y = bound.run(there, held, b)
             assert y is not None
             return y
@@ -204,13 +204,13 @@ def _int8(
     def launches(target: str) -> None:
         quantize.launch(_nothing(m, k, dtype=dtype), _static(INT8_TOKEN, dtype), target=target)
         codes, meta = _nothing(n, k, dtype=torch.int8), torch.device("meta")
-        w = low_precision.Operand(codes, _nothing(1 if block is None else n, dtype=FULL), None, meta, None, None)
+        w = int8_linear.Operand(codes, _nothing(1 if block is None else n, dtype=FULL), None, meta, None, None)
         processors = tiles.processors(target)
-        chosen = tile or low_precision.choose(target, tiles.bucket(m), n, dtype, processors)
+        chosen = tile or int8_linear.choose(target, tiles.bucket(m), n, dtype, processors)
         x, scale = _nothing(m, k, dtype=torch.int8), _nothing(m, 1, dtype=FULL)
-        low_precision.launch(x, scale, w, _nothing(n, dtype=dtype) if bias else None, dtype, chosen, processors)
+        int8_linear.launch(x, scale, w, _nothing(n, dtype=dtype) if bias else None, dtype, chosen, processors)
 
-    return low_precision.FAMILY, check, launches
+    return int8_linear.FAMILY, check, launches
 
 
 def cases(full: bool = False) -> Iterator[Check]:

@@ -24,11 +24,11 @@ from ...core.formats import E8M0, Format
 from ...core.numerics import Parts
 from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from ...core.tracing import is_observed, plain_tensors
+from ...core.tracing import plain_tensors
 from .. import gate_gpu
 from ..table import Bound, Case, Kernel, register_kernel
 from ..target import target_of
-from . import proof, quantize, tiles, workspace
+from . import quantize, self_test_verdict, tiles, workspace
 from .codes import DTYPES, Decoding, decoding
 from .layout import LAYOUT, ROWS, Groups, columns, fits, groups
 from .tiles import Tile
@@ -153,7 +153,7 @@ def operand(static: Static, spec: QuantSpec, parts: Any) -> Operand:
 def table_code(static: Static) -> tuple[str, ...]:
     """PTX that decodes each plane of a word by a table that is known while the kernel is compiled; none for others.
 
-    With one operand, Triton moves the change of layout in front of it, see weight_only_kernel.py.
+    With one operand, Triton moves the change of layout in front of it, see decode_kernel.py.
     """
     if static.values is None:
         return ("", "", "", "")
@@ -284,28 +284,14 @@ def bind(case: Case) -> Bound:
 def bind_static(static: Static, spec: QuantSpec, act: ActivationSpec | None = None) -> Bound:
     """As :func:`bind`."""
     n, k, dtype = static.n, static.k, static.dtype
-    floats = (torch.float32, torch.bfloat16, torch.float16)
-    plain = (Tensor, torch.nn.Parameter)
     launches: dict[tuple[int, torch.dtype | None, torch.device], Launch | None] = {}
 
     def run(x: Tensor, w: Operand, bias: Tensor | None) -> Tensor | None:
-        if (  # hot path, runs per layer and call
-            type(x) not in plain or x.dtype is not dtype or x.device != w.device or x.is_neg() or x.ndim == 0
-            or x.shape[-1] != k or is_observed(x, bias)
-        ):  # fmt: skip
-            return None
         shape = x.shape
-        if w.perm is not None:
-            x = x.index_select(-1, w.perm)
-        if x.layout is not torch.strided or not gate_gpu.readable(x):
-            x = gate_gpu.rows(x, k, (dtype,), w.device, wide=True)
-        if bias is not None:
-            if type(bias) not in plain or bias.dtype not in floats or tuple(bias.shape) != (n,) or bias.is_neg():
-                return None
-            if bias.device != w.device:
-                return None
-            if not gate_gpu.readable(bias):
-                bias = gate_gpu.vector(bias, "bias", n, floats, w.device)
+        given = gate_gpu.linear_arguments(x, bias, n, k, dtype, w.device, w.perm)
+        if given is None:
+            return None
+        x, bias = given
         m = x.numel() // k
         if m == 0:
             return x.new_empty((*shape[:-1], n))
@@ -370,7 +356,7 @@ def _accepts(case: Case) -> bool | str:
         return f"for bfloat16 and float16 inputs, not {case.dtype}"
     if (verdict := fits(case.spec, case.shape)) is not True:
         return verdict
-    return proof.refusal(case.device, "weight_only") or True
+    return self_test_verdict.refusal(case.device, "weight_only") or True
 
 
 def accepts_quantized_input(case: Case) -> bool | str:
@@ -380,7 +366,7 @@ def accepts_quantized_input(case: Case) -> bool | str:
         return verdict
     if (verdict := _accepts(case)) is not True:
         return verdict
-    return proof.refusal(case.device, quantize.family(case.act)) or True
+    return self_test_verdict.refusal(case.device, quantize.family(case.act)) or True
 
 
 def _linear(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:

@@ -157,11 +157,11 @@ def splits() -> dict[str, Any]:
     """The number of programs that share a tile changes results by rounding only; two runs have the same bits."""
     import torch
 
-    from pennyweight.kernels.triton import ahead, tiles, weight_only
+    from pennyweight.kernels.triton import aot_compile, tiles, weight_only
 
     given, found, sizes = watch_locks(), {}, set()
     for name in ("int4 g64", "int8 row"):
-        static, w, x, bias, _ = _example(ahead.FORMATS[name], 5, 70, 2600)
+        static, w, x, bias, _ = _example(aot_compile.FORMATS[name], 5, 70, 2600)
         tile = tiles.by_rule("cuda:sm_90", static.decoding, 8, small=static.small)
         one = weight_only.launch(x, w, bias, static, tile, 1)
         for processors in (2, 4, 16):
@@ -177,10 +177,10 @@ def splits() -> dict[str, Any]:
 @check
 def candidates(bucket: str) -> dict[str, Any]:
     """Every tile that may be measured for a bucket gives the product."""
-    from pennyweight.kernels.triton import ahead, tiles, weight_only
+    from pennyweight.kernels.triton import aot_compile, tiles, weight_only
 
     found, m = {}, int(bucket) - 3
-    static, w, x, bias, exact = _example(ahead.FORMATS["int4 g64"], m, 130, 600)
+    static, w, x, bias, exact = _example(aot_compile.FORMATS["int4 g64"], m, 130, 600)
     for tile in tiles.candidates("cuda:sm_90", static.decoding, int(bucket), small=static.small):
         y = weight_only.launch(x, w, bias, static, tile, 16)
         far = float((y.double() - exact).norm() / exact.norm())
@@ -196,27 +196,27 @@ def broken() -> dict[str, Any]:
     from pennyweight.core.formats import INT4
     from pennyweight.core.spec import QuantSpec
     from pennyweight.kernels.table import Case, select
-    from pennyweight.kernels.triton import proof, self_test, weight_only
+    from pennyweight.kernels.triton import self_test, self_test_verdict, weight_only
 
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.get_device_name = lambda device: "Card"
-    proof.target_of = lambda device: "cuda:sm_90"
-    proof._digest = lambda device: "digest"
-    proof.register(lambda device, family: self_test.prove("cpu", family=family))
+    self_test_verdict.target_of = lambda device: "cuda:sm_90"
+    self_test_verdict._digest = lambda device: "digest"
+    self_test_verdict.register(lambda device, family: self_test.prove("cpu", family=family))
     real = weight_only._options
     weight_only._options = lambda *known: {**real(*known), "ZERO": real(*known)["ZERO"] + 1}
     case = Case(
         QuantSpec(INT4, (64,), scale=torch.bfloat16, layout="gpu"), None, (64, 128), torch.bfloat16, "cuda:sm_90"
     )
-    os.environ[proof.VARIABLE] = "1"
+    os.environ[self_test_verdict.VARIABLE] = "1"
     trusted = select("linear", case).name
-    del os.environ[proof.VARIABLE]
+    del os.environ[self_test_verdict.VARIABLE]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         proven = [select("linear", replace(case, shape=(64, k))).name for k in (192, 256)]
-        why = proof.refusal("cuda:sm_90", "weight_only")
+        why = self_test_verdict.refusal("cuda:sm_90", "weight_only")
     found = [str(warning.message) for warning in caught]
     return {"warnings": found, "trusted": trusted, "proven": proven, "why": why}
 
@@ -278,7 +278,7 @@ def int8_tiles() -> dict[str, Any]:
     """int8 products with each way to load, and with tiles that programs share."""
     import torch
 
-    from pennyweight.kernels.triton.low_precision import Tile
+    from pennyweight.kernels.triton.int8_linear import Tile
     from pennyweight.kernels.triton.self_test_inputs import _int8
 
     given, found = watch_locks(), {}
@@ -296,14 +296,14 @@ def same_in_any_batch() -> bool:
     """A row of an int8 product has the same bits in a batch of any size, with other tiles and other splits."""
     import torch
 
-    from pennyweight.kernels.triton import low_precision
+    from pennyweight.kernels.triton import int8_linear
     from pennyweight.kernels.triton.self_test_inputs import FULL, INT8_TOKEN, numbers
 
     spec, n, k = INT8_TOKEN.spec, 72, 1040
     from pennyweight.core.tensor import AffineQuantizedTensor
 
     w = AffineQuantizedTensor.from_float(numbers(n, k, FULL, special=False), spec)
-    bound = low_precision.bind_static(w.spec, INT8_TOKEN, (n, k), torch.bfloat16)
+    bound = int8_linear.bind_static(w.spec, INT8_TOKEN, (n, k), torch.bfloat16)
     x, bias = numbers(140, k, torch.bfloat16, special=False), numbers(1, n, torch.bfloat16)[0]
     whole = bound.run_with(x, w.parts, bias)
     return all(torch.equal(bound.run_with(x[:m], w.parts, bias), whole[:m]) for m in (1, 17, 40, 70))

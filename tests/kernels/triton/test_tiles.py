@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pennyweight.kernels.triton import ahead, tiles
+from pennyweight.kernels.triton import aot_compile, tiles
 from pennyweight.kernels.triton.codes import PIECES, Decoding
 from pennyweight.kernels.triton.layout import columns
 from pennyweight.kernels.triton.tiles import Tile
@@ -28,7 +28,7 @@ def check_tile(tile: Tile, target: str, d: Decoding, small: bool) -> None:
 
 
 @pytest.mark.parametrize("small", [False, True])
-@pytest.mark.parametrize("target", [*ahead.TARGETS, "cuda", "cpu", "hip:gfx90a", "cuda:sm_86", "cuda:sm_103"])
+@pytest.mark.parametrize("target", [*aot_compile.TARGETS, "cuda", "cpu", "hip:gfx90a", "cuda:sm_86", "cuda:sm_103"])
 def test_the_rule_fits_every_target(target: str, small: bool) -> None:
     for d in DECODINGS:
         for m in ROWS:
@@ -36,7 +36,7 @@ def test_the_rule_fits_every_target(target: str, small: bool) -> None:
 
 
 @pytest.mark.parametrize("small", [False, True])
-@pytest.mark.parametrize("target", ahead.TARGETS)
+@pytest.mark.parametrize("target", aot_compile.TARGETS)
 def test_candidates_fit_and_begin_with_the_rule(target: str, small: bool) -> None:
     for d in DECODINGS:
         for m in ROWS:

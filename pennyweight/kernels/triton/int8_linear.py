@@ -15,12 +15,11 @@ from torch import Tensor
 
 from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from ...core.tracing import is_observed
 from .. import gate_gpu
 from ..table import Bound, Case, Kernel, register_kernel
 from ..target import capability, target_of
 from ..torch_gpu import LIMITS, accepts_int8
-from . import proof, quantize, tiles, workspace
+from . import quantize, self_test_verdict, tiles, workspace
 from .weight_only import card
 
 NAME = "triton_int8"
@@ -89,7 +88,7 @@ def launch(
     [1, 1]; bias: [N] or None."""
     import triton.language as tl
 
-    from . import low_precision_kernel
+    from . import int8_linear_kernel
 
     (m, k), n = x.shape, w.codes.shape[0]
     y = torch.empty((m, n), dtype=dtype, device=x.device)
@@ -104,7 +103,7 @@ def launch(
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         blocks = TensorDescriptor.from_tensor
-        low_precision_kernel.int8_product_blocks[(min(processors, count),)](
+        int8_linear_kernel.int8_product_blocks[(min(processors, count),)](
             blocks(x, [tile.bm, tile.bk]), blocks(w.codes, [tile.bn, tile.bk]), scale, w.scale, held,
             blocks(y, [tile.bm, tile.bn]), m, n, k, PROGRAMS=processors, **options,
         )  # fmt: skip
@@ -116,7 +115,7 @@ def launch(
     if split > 1:
         sums = workspace.parts(count * split * tile.bm * tile.bn, x.device).view(torch.int32)
         locks = workspace.locks(count, x.device)
-    low_precision_kernel.int8_product[(count, split)](
+    int8_linear_kernel.int8_product[(count, split)](
         x, w.codes, scale, w.scale, held, y, sums, locks, m, n, k, SWAP=tile.swap, EVEN=k % tile.bk == 0, SPLIT=split,
         STAGES=tile.stages, **options,
     )  # fmt: skip
@@ -144,26 +143,18 @@ def bind_static(spec: QuantSpec, act: ActivationSpec, shape: tuple[int, ...], dt
     n, k = shape
 
     def run(x: Tensor, w: Operand, bias: Tensor | None) -> Tensor | None:
-        if (
-            is_observed(x, bias) or type(x) not in (Tensor, torch.nn.Parameter) or x.dtype is not dtype or x.is_neg()
-            or x.device != w.device or x.ndim == 0 or x.shape[-1] != k
-            or (bias is not None and (tuple(bias.shape) != (n,) or bias.device != w.device or bias.is_neg()))
-            or (bias is not None and (type(bias) not in (Tensor, torch.nn.Parameter) or bias.dtype not in FLOATS))
-        ):  # fmt: skip
-            return None
         axes = x.shape
-        if w.perm is not None:
-            x = x.index_select(-1, w.perm)
-        rows = gate_gpu.rows(x, k, (dtype,), w.device, wide=True)
-        m = rows.shape[0]
+        given = gate_gpu.linear_arguments(x, bias, n, k, dtype, w.device, w.perm)
+        if given is None:
+            return None
+        x, bias = given
+        m = x.numel() // k
         if m == 0:
             return x.new_empty((*axes[:-1], n))
-        bias = gate_gpu.vector(bias, "bias", n, FLOATS, w.device)
-        q = quantize.encode(rows, act, w.act_scale, w.act_zero_point)
+        q = quantize.encode(x.view(m, k), act, w.act_scale, w.act_zero_point)
         target, _, processors = card(w.device)
         tile = choose(target, tiles.bucket(m), n, dtype, processors)
-        y = launch(q.codes, q.scale, w, bias, dtype, tile, processors)
-        return y if len(axes) == 2 else y.view(*axes[:-1], n)
+        return launch(q.codes, q.scale, w, bias, dtype, tile, processors).view(*axes[:-1], n)
 
     return Bound(run, lambda parts: operand(spec, shape, parts))
 
@@ -179,7 +170,8 @@ def accepts(case: Case) -> bool | str:
         return f"needs K to be a multiple of {UNIT}, K is {k}"
     if k > LIMITS["int8"].most_k:
         return f"sums of {k} products may overflow int32"
-    return proof.refusal(case.device, quantize.family(case.act)) or proof.refusal(case.device, FAMILY) or True
+    refusals = (self_test_verdict.refusal(case.device, family) for family in (quantize.family(case.act), FAMILY))
+    return next(filter(None, refusals), True)
 
 
 def _linear(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from pennyweight.core.spec import INT8_ROW, ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels.activation import encode_activation
 from pennyweight.kernels.table import Case, explain, select
-from pennyweight.kernels.triton import low_precision, quantize, self_test_inputs
+from pennyweight.kernels.triton import int8_linear, quantize, self_test_inputs
 
 from .interpreter import interpret
 
@@ -103,10 +103,10 @@ def _case(n: int, k: int, act: QuantSpec = INT8_ROW, device: str = "cuda:sm_90",
 
 def test_the_row_of_each_size() -> None:
     assert select("linear", _case(100, 64)).name == "triton_int8"
-    assert "multiple of 16, K is 72" in str(low_precision.accepts(_case(96, 72)))
+    assert "multiple of 16, K is 72" in str(int8_linear.accepts(_case(96, 72)))
     assert select("linear", _case(96, 72), any_layout=True).name == "triton_quantized_input"
-    assert "overflow" in str(low_precision.accepts(_case(96, 1 << 18)))
-    assert "plain scale" in str(low_precision.accepts(_case(96, 64, QuantSpec(INT8, (-1,), zero_point=True))))
+    assert "overflow" in str(int8_linear.accepts(_case(96, 1 << 18)))
+    assert "plain scale" in str(int8_linear.accepts(_case(96, 64, QuantSpec(INT8, (-1,), zero_point=True))))
     assert select("linear", _case(96, 64, device="cpu")).name != "triton_int8"
     assert select("linear", _case(96, 64, dtype=torch.float32)).name == "triton_int8"
 
@@ -119,12 +119,12 @@ def test_a_row_of_the_output_depends_on_its_row_alone() -> None:
 @pytest.mark.parametrize("target", ["cuda:sm_80", "cuda:sm_86", "cuda:sm_90", "cuda:sm_100", "hip:gfx942"])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_tiles_fit_the_shared_memory(target: str, dtype: torch.dtype) -> None:
-    for m in low_precision.tiles.BUCKETS:
+    for m in int8_linear.tiles.BUCKETS:
         for n in (64, 4096, 16384):
-            tile = low_precision.choose(target, m, n, dtype, low_precision.tiles.processors(target))
+            tile = int8_linear.choose(target, m, n, dtype, int8_linear.tiles.processors(target))
             used = tile.stages * tile.bk * (tile.bm + tile.bn)
             used += tile.bm * tile.bn * 2 if tile.blocks else 0
-            assert used <= low_precision.tiles.shared_memory(target), (target, m, tile)
+            assert used <= int8_linear.tiles.shared_memory(target), (target, m, tile)
 
 
 # -- without a device --------------------------------------------------------------------------------------------------
@@ -144,17 +144,17 @@ def test_torch_quantizes_where_the_kernel_does_not_run() -> None:
 @needs_triton
 def test_the_kernels_compile_without_spills() -> None:
     """The cases of the first use, for a H100."""
-    from pennyweight.kernels.triton import ahead, low_precision_kernel, quantize_kernel
+    from pennyweight.kernels.triton import aot_compile, int8_linear_kernel, quantize_kernel
 
     names = ("int8_product", "int8_product_blocks")
     for check in self_test_inputs.cases():
         with (
-            ahead.compiling("cuda:sm_90", quantize_kernel, ("quantize_rows",)) as first,
-            ahead.compiling("cuda:sm_90", low_precision_kernel, names) as second,
+            aot_compile.compiling("cuda:sm_90", quantize_kernel, ("quantize_rows",)) as first,
+            aot_compile.compiling("cuda:sm_90", int8_linear_kernel, names) as second,
         ):
             check.launches("cuda:sm_90")
         for compiled in (*first, *second):
-            made = ahead.report(ahead.Job(check.name, lambda target: None), compiled)
+            made = aot_compile.report(aot_compile.Job(check.name, lambda target: None), compiled)
             assert made.spills == 0, check.name
             assert made.shared <= 232_448
             assert ".ftz" not in compiled.asm["ptx"], "subnormal numbers would become zero"

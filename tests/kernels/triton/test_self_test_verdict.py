@@ -14,7 +14,7 @@ from pennyweight.core.errors import ArgumentError
 from pennyweight.core.formats import INT4
 from pennyweight.core.spec import QuantSpec
 from pennyweight.kernels.table import Case, select
-from pennyweight.kernels.triton import proof, self_test
+from pennyweight.kernels.triton import self_test, self_test_verdict
 
 TARGET = "cuda:sm_90"
 
@@ -38,31 +38,31 @@ class Device:
 @pytest.fixture
 def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     found = Device()
-    monkeypatch.delenv(proof.VARIABLE, raising=False)
+    monkeypatch.delenv(self_test_verdict.VARIABLE, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="Card"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
-    monkeypatch.setattr(proof, "target_of", lambda device: TARGET)
-    monkeypatch.setattr(proof, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(proof.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(self_test_verdict, "target_of", lambda device: TARGET)
+    monkeypatch.setattr(self_test_verdict, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(self_test_verdict.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.7"))  # type: ignore[arg-type]
-    monkeypatch.setattr(proof, "_PROVERS", [found.prove])
-    monkeypatch.setitem(proof.FAMILIES, "other", ("triton_other", "torch's kernel runs"))
-    proof.verdict.cache_clear()
+    monkeypatch.setattr(self_test_verdict, "_PROVERS", [found.prove])
+    monkeypatch.setitem(self_test_verdict.FAMILIES, "other", ("triton_other", "torch's kernel runs"))
+    self_test_verdict.verdict.cache_clear()
     yield found
-    proof.verdict.cache_clear()
+    self_test_verdict.verdict.cache_clear()
 
 
 def next_process() -> None:
-    proof.verdict.cache_clear()
+    self_test_verdict.verdict.cache_clear()
 
 
 def test_the_cases_are_registered() -> None:
-    assert len(proof._PROVERS) == 1
-    assert {case.family for case in self_test.cases(full=True)} <= proof.FAMILIES.keys()
-    assert {case.family for case in self_test.cases()} == proof.FAMILIES.keys()
+    assert len(self_test_verdict._PROVERS) == 1
+    assert {case.family for case in self_test.cases(full=True)} <= self_test_verdict.FAMILIES.keys()
+    assert {case.family for case in self_test.cases()} == self_test_verdict.FAMILIES.keys()
 
 
 def test_names_of_cases_are_different() -> None:
@@ -72,7 +72,7 @@ def test_names_of_cases_are_different() -> None:
 
 def test_a_verdict_is_kept(device: Device, tmp_path: Path) -> None:
     for _ in range(3):
-        assert proof.refusal(TARGET, "weight_only") is None
+        assert self_test_verdict.refusal(TARGET, "weight_only") is None
         next_process()
     assert device.runs == ["weight_only"]
     (kept,) = tmp_path.iterdir()
@@ -86,12 +86,12 @@ def test_a_family_that_fails_is_refused_alone(device: Device, tmp_path: Path) ->
         r"two runs differ\); .* are dequantized at each call\. `pennyweight doctor --device cuda` shows all cases"
     )
     with pytest.warns(UserWarning, match=words):
-        why = proof.refusal(TARGET, "weight_only")
+        why = self_test_verdict.refusal(TARGET, "weight_only")
     assert why == "it failed its self-test on this device (nf4, 3 rows: two runs differ)"
-    assert proof.refusal(TARGET, "other") is None
+    assert self_test_verdict.refusal(TARGET, "other") is None
     next_process()
-    assert proof.refusal(TARGET, "weight_only") == why  # without a second warning
-    assert proof.refusal(TARGET, "other") is None
+    assert self_test_verdict.refusal(TARGET, "weight_only") == why  # without a second warning
+    assert self_test_verdict.refusal(TARGET, "other") is None
     assert device.runs == ["weight_only", "other"]
     (kept,) = tmp_path.iterdir()
     assert json.loads(kept.read_text("utf-8")) == {"weight_only": why, "other": None}
@@ -102,7 +102,7 @@ def test_the_next_row_runs(device: Device) -> None:
     case = Case(spec, None, (64, 192), torch.bfloat16, TARGET)
     assert select("linear", case).name == "triton_weight_only"
     next_process()
-    for kept in proof.cache_folder().iterdir():
+    for kept in self_test_verdict.cache_folder().iterdir():
         kept.unlink()
     device.results["weight_only"] = {"int4, 1 row": "wrong"}
     other = Case(spec, None, (64, 320), torch.bfloat16, TARGET)
@@ -112,49 +112,49 @@ def test_the_next_row_runs(device: Device) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"weight_only": 3}', '{"failed": null}'])
 def test_a_file_that_is_no_verdict_is_written_again(device: Device, tmp_path: Path, text: str) -> None:
-    proof.refusal(TARGET, "weight_only")
+    self_test_verdict.refusal(TARGET, "weight_only")
     (kept,) = tmp_path.iterdir()
     kept.write_text(text, "utf-8")
     next_process()
-    assert proof.refusal(TARGET, "weight_only") is None
+    assert self_test_verdict.refusal(TARGET, "weight_only") is None
     assert device.runs == ["weight_only", "weight_only"]
     assert "weight_only" in json.loads(kept.read_text("utf-8"))
 
 
 def test_a_folder_that_cannot_be_written(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("", "utf-8")
-    monkeypatch.setattr(proof, "cache_folder", lambda: tmp_path / "file")
-    assert proof.refusal(TARGET, "weight_only") is None
+    monkeypatch.setattr(self_test_verdict, "cache_folder", lambda: tmp_path / "file")
+    assert self_test_verdict.refusal(TARGET, "weight_only") is None
     next_process()
-    assert proof.refusal(TARGET, "weight_only") is None
+    assert self_test_verdict.refusal(TARGET, "weight_only") is None
     assert len(device.runs) == 2
 
 
 def test_switched_off_and_trusted(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     device.results["weight_only"] = {"int4, 1 row": "wrong"}
-    monkeypatch.setenv(proof.VARIABLE, "0")
-    assert proof.refusal(TARGET, "weight_only") == "Triton kernels are switched off: PENNYWEIGHT_GPU=0"
-    monkeypatch.setenv(proof.VARIABLE, "1")
-    assert proof.refusal(TARGET, "weight_only") is None
+    monkeypatch.setenv(self_test_verdict.VARIABLE, "0")
+    assert self_test_verdict.refusal(TARGET, "weight_only") == "Triton kernels are switched off: PENNYWEIGHT_GPU=0"
+    monkeypatch.setenv(self_test_verdict.VARIABLE, "1")
+    assert self_test_verdict.refusal(TARGET, "weight_only") is None
     assert device.runs == []
 
 
 def test_nothing_is_proven_while_a_graph_is_captured(device: Device) -> None:
     device.capturing = True
     with pytest.raises(ArgumentError, match="cannot be while a CUDA graph is captured; run the model once before"):
-        proof.refusal(TARGET, "weight_only")
+        self_test_verdict.refusal(TARGET, "weight_only")
     assert device.runs == []
 
 
 def test_targets_that_are_not_here(device: Device) -> None:
     for target in ("cuda:sm_80", "cpu", "hip:gfx942"):
-        assert proof.refusal(target, "weight_only") is None
+        assert self_test_verdict.refusal(target, "weight_only") is None
     assert device.runs == []
 
 
 def test_without_triton(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof.importlib.util, "find_spec", lambda name: None)
-    why = proof.refusal(TARGET, "weight_only")
+    monkeypatch.setattr(self_test_verdict.importlib.util, "find_spec", lambda name: None)
+    why = self_test_verdict.refusal(TARGET, "weight_only")
     assert why == "needs triton: pip install 'triton>=3.6'"
     assert device.runs == []
 

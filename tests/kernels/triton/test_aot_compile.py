@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pennyweight.kernels.triton import ahead, tiles
-from pennyweight.kernels.triton.ahead import FORMATS, TARGETS, Job, Report
+from pennyweight.kernels.triton import aot_compile, tiles
+from pennyweight.kernels.triton.aot_compile import FORMATS, TARGETS, Job, Report
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
@@ -35,7 +35,7 @@ REGISTERS = {"cuda": 255, "hip": 512}
 
 def compiled(target: str, job: Job) -> tuple[Report, Any]:
     kernel = job.compile(target)
-    return ahead.report(job, kernel), kernel
+    return aot_compile.report(job, kernel), kernel
 
 
 def check_limits(target: str, job: Job, found: Report, spills: int = 0) -> None:
@@ -74,7 +74,7 @@ SHIPPED = [
 
 @pytest.mark.parametrize(("target", "name"), SHIPPED)
 def test_shipped_tiles(target: str, name: str) -> None:
-    jobs = ahead.kernels(target, (name,))
+    jobs = aot_compile.kernels(target, (name,))
     assert len(jobs) > 3
     for job in jobs:
         found, _ = compiled(target, job)
@@ -96,7 +96,7 @@ def test_shipped_tiles(target: str, name: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_of_quantized_inputs(target: str) -> None:
-    jobs = ahead.input_kernels(target)
+    jobs = aot_compile.input_kernels(target)
     assert len({job.name for job in jobs}) == len(jobs)
     unit = "v_mfma_i32" if target.startswith("hip") else "IGMMA" if target == "cuda:sm_90" else "IMMA"
     for job in jobs:
@@ -115,7 +115,7 @@ PARTS = 12
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_format_and_candidate(target: str, part: int) -> None:
     """All compile within the shared memory. A candidate that spills is slow, and so not chosen."""
-    for job in ahead.kernels(target, (), full=True)[part::PARTS]:
+    for job in aot_compile.kernels(target, (), full=True)[part::PARTS]:
         found, _ = compiled(target, job)
         assert found.shared <= tiles.shared_memory(target), job.name
 
@@ -130,14 +130,14 @@ def offsets(ttir: str, pointer: str) -> list[str]:
 @pytest.mark.parametrize("name", ["int4 g64", "int8 row"])
 def test_offsets_of_large_tensors_have_64_bits(name: str) -> None:
     """gate_gpu lets more than 2**31 elements pass as ``wide``: of codes, scales of groups, inputs, outputs and sums."""
-    job = ahead.kernels("cuda:sm_90", (name,))[0]
+    job = aot_compile.kernels("cuda:sm_90", (name,))[0]
     ttir = job.compile("cuda:sm_90").asm["ttir"]
     pointers = ["w_ptr", "x_ptr", "y_ptr", "part_ptr"] + (["s_ptr"] if name == "int4 g64" else [])
     for pointer in pointers:
         found = offsets(ttir, pointer)
         assert found, f"{pointer} is not used"
         assert set(found) == {"i64"}, pointer
-    dequantize = next(job for job in ahead.kernels("cuda:sm_90", (name,)) if job.tile is None)
+    dequantize = next(job for job in aot_compile.kernels("cuda:sm_90", (name,)) if job.tile is None)
     ttir = dequantize.compile("cuda:sm_90").asm["ttir"]
     for pointer in ("w_ptr", "y_ptr"):
         assert set(offsets(ttir, pointer)) == {"i64"}, pointer
@@ -145,7 +145,7 @@ def test_offsets_of_large_tensors_have_64_bits(name: str) -> None:
 
 def test_a_job_has_one_name_for_one_compilation() -> None:
     names = [
-        ahead.job("cuda:sm_90", ahead.product(FORMATS["int4 g64"], torch.bfloat16, m, 4096, 4096)).name
+        aot_compile.job("cuda:sm_90", aot_compile.product(FORMATS["int4 g64"], torch.bfloat16, m, 4096, 4096)).name
         for m in (1, 5, 8, 9)
     ]
     assert names[0] == names[1] == names[2] != names[3]
@@ -155,5 +155,5 @@ def test_the_driver_is_as_before() -> None:
     from triton.runtime import driver
 
     before = driver._active
-    ahead.kernels("cuda:sm_80", ("int8 row",))[0].compile("cuda:sm_80")
+    aot_compile.kernels("cuda:sm_80", ("int8 row",))[0].compile("cuda:sm_80")
     assert driver._active is before

@@ -24,7 +24,7 @@ from ...core.formats import E2M1, E4M3, E8M0, INT2, INT4, INT8, NF4, UINT3, UINT
 from ...core.spec import TENSOR, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ..target import capability
-from . import low_precision, quantize, tiles
+from . import int8_linear, quantize, tiles
 from .layout import LAYOUT
 from .tiles import Tile
 from .weight_only import Operand, Static, dequantize, grid, launch, operand, static_of
@@ -253,7 +253,7 @@ def input_kernels(target: str) -> list[Job]:
     found = []
     for m in (1, 17, 33, 100, 4096):
         for dtype, bias in ((_BF16, False), (torch.float16, True)):
-            tile = low_precision.choose(target, tiles.bucket(m), SIZE, dtype, tiles.processors(target))
+            tile = int8_linear.choose(target, tiles.bucket(m), SIZE, dtype, tiles.processors(target))
             name = f"int8 product, {m} rows, {str(dtype).removeprefix('torch.')} {tile}{' bias' * bias}"
             found.append(Job(name, partial(_int8, m, dtype, bias, tile)))
     for act in (QuantSpec(INT8, (-1,)), QuantSpec(INT8, (-1,), zero_point=True), QuantSpec(E4M3, (-1,))):
@@ -262,16 +262,16 @@ def input_kernels(target: str) -> list[Job]:
     return found
 
 
-def _int8(m: int, dtype: torch.dtype, bias: bool, tile: low_precision.Tile, target: str) -> Any:
-    from . import low_precision_kernel
+def _int8(m: int, dtype: torch.dtype, bias: bool, tile: int8_linear.Tile, target: str) -> Any:
+    from . import int8_linear_kernel
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     codes = empty(SIZE, SIZE, dtype=torch.int8)
-    w = low_precision.Operand(codes, empty(SIZE), None, codes.device, None, None)
-    with compiling(target, low_precision_kernel, ("int8_product", "int8_product_blocks")) as found:
-        low_precision.launch(
+    w = int8_linear.Operand(codes, empty(SIZE), None, codes.device, None, None)
+    with compiling(target, int8_linear_kernel, ("int8_product", "int8_product_blocks")) as found:
+        int8_linear.launch(
             empty(m, SIZE, dtype=torch.int8), empty(m, 1), w, empty(SIZE, dtype=dtype) if bias else None, dtype, tile,
             tiles.processors(target),
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """Whether a family of Triton kernels may be used on a device: it proves itself there before its first use.
 
-The cases are in :mod:`.self_test`, which registers them here: kernels ask this file, and the cases run the kernels. The
+The cases are in :mod:`.self_test`, and registered here: kernels ask this file, and the cases run the kernels. The
 verdict is kept for this card, driver, torch, triton and kernel sources, one for each family: a family that fails is
 refused alone. ``PENNYWEIGHT_GPU=0`` switches the kernels off, ``1`` trusts them.
 """
@@ -22,6 +22,7 @@ import torch
 from ...core.cache_folder import cache_folder
 from ...core.errors import ArgumentError
 from ...core.extras import install
+from ...core.tracing import plain_tensors
 from ..target import device_type, target_of
 
 VARIABLE = "PENNYWEIGHT_GPU"
@@ -36,7 +37,7 @@ FAMILIES = {
     "int8": ("triton_int8", "products of int8 inputs run on the weight-only kernel, or on torch._int_mm"),
 }
 Prover = Callable[[torch.device, str], dict[str, str | None]]
-_PROVERS: list[Prover] = []  # one, set by self_test
+_PROVERS: list[Prover] = []  # one, set in kernels/__init__.py
 
 
 def register(prover: Prover) -> Prover:
@@ -61,6 +62,10 @@ def refusal(target: str, family: str) -> str | None:
     return None
 
 
+# torch.compiler.assume_constant_result, which would import torch._dynamo: kernels are selected while a graph is traced
+refusal._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @lru_cache(maxsize=256)
 def verdict(device: torch.device, family: str) -> str | None:
     """None if the family's kernels are right on this device, else which case failed; warns when it is found out."""
@@ -73,7 +78,7 @@ def verdict(device: torch.device, family: str) -> str | None:
     found = _read(kept)
     if family in found:
         return found[family]
-    with torch.inference_mode(False), torch.no_grad():
+    with plain_tensors():  # not those of a mode or a trace that is active at the first use
         results = _PROVERS[0](device, family)
     failed = next((f"{name}: {why}" for name, why in results.items() if why is not None), None)
     if failed is not None:
