@@ -399,6 +399,30 @@ def test_inputs_and_biases() -> None:
         gate_gpu.vector(torch.randn(5), "bias", 4, (F32,), CPU)
 
 
+def test_the_arguments_of_linear() -> None:
+    x, bias, order = torch.randn(2, 3, 8), torch.randn(4), torch.randperm(8)
+
+    def given(x: Any, bias: Any = None, perm: Any = None) -> Any:
+        return gate_gpu.linear_arguments(x, bias, 4, 8, F32, CPU, perm)
+
+    assert given(x, bias)[0] is x
+    assert given(x, bias)[1] is bias
+    assert torch.equal(given(x, None, order)[0], x[..., order])
+    strided, unaligned = torch.randn(3, 16)[:, ::2], torch.randn(25)[1:].view(3, 8)
+    for placed in (strided, unaligned):
+        got = given(placed)[0]
+        assert torch.equal(got, placed)
+        assert gate_gpu.readable(got)
+    got = given(x, torch.randn(5)[1:])[1]
+    assert gate_gpu.readable(got)
+    wrong = (x.double(), x[..., :4], torch.tensor(1.0), x.to("meta"), torch._neg_view(x), x.to_sparse())
+    assert [given(t) for t in wrong] == [None] * len(wrong)
+    wrong = (bias[:3], bias.long(), bias.to("meta"), torch._neg_view(bias), bias[None])
+    assert [given(x, t) for t in wrong] == [None] * len(wrong)
+    with FakeTensorMode():
+        assert given(x) is None
+
+
 def test_kernels_run_on_the_device_of_their_input(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 

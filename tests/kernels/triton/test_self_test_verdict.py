@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pennyweight.core.errors import ArgumentError
 from pennyweight.core.formats import INT4
@@ -77,6 +78,32 @@ def test_a_verdict_is_kept(device: Device, tmp_path: Path) -> None:
     assert device.runs == ["weight_only"]
     (kept,) = tmp_path.iterdir()
     assert json.loads(kept.read_text("utf-8")) == {"weight_only": None}
+
+
+def test_the_cases_run_outside_of_modes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among fake tensors every case would fail, and that verdict would be kept."""
+    made: list[Any] = []
+
+    def prove(device: torch.device, family: str) -> dict[str, str | None]:
+        made.append(torch.zeros(1))
+        return {"int4, 1 row": None}
+
+    monkeypatch.setattr(self_test_verdict, "_PROVERS", [prove])
+    with FakeTensorMode(), torch.inference_mode():
+        assert self_test_verdict.refusal(TARGET, "weight_only") is None
+    assert type(made[0]) is torch.Tensor
+    assert not made[0].is_inference()
+
+
+def test_a_refusal_is_a_constant_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that traced it would read the environment, files and the device."""
+    monkeypatch.setenv(self_test_verdict.VARIABLE, "0")
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return x if self_test_verdict.refusal(TARGET, "weight_only") is None else x + 1
+
+    assert self_test_verdict.refusal._dynamo_marked_constant  # type: ignore[attr-defined]
+    assert torch.equal(torch.compile(product, fullgraph=True, backend="eager")(torch.zeros(2)), torch.ones(2))
 
 
 def test_a_family_that_fails_is_refused_alone(device: Device, tmp_path: Path) -> None:
