@@ -47,7 +47,7 @@ def test_a_layout_brings_its_examples(layout: Layout) -> None:
 def test_unpack_is_the_inverse_of_pack(layout: Layout, spec: QuantSpec, shape: tuple[int, ...]) -> None:
     device = (layout.devices or ("cpu",))[0]
     if device != "cpu" and not torch.get_device_module(device).is_available():
-        pytest.skip(f"this machine has no {device}")
+        device = "cpu"  # layouts of GPUs are packed by torch ops
     plain = quantize(torch.randn(shape), spec)
     # every code, not only those that rounding happened to give; and a part that layouts have no business with
     codes = spec.format.to_unsigned(plain.codes)

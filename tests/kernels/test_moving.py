@@ -301,3 +301,16 @@ def test_fuse_says_that_nothing_is_fused_on_a_gpu(fake: FakeTensorMode) -> None:
         pw.quantize_(model, "int8")
         report = pw.fuse_(model)
     assert any("the model is on cuda" in note and "fused for CPUs only" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_weight_in_tiles_of_a_gpu_comes_back_for_the_cpu(fake: FakeTensorMode, known: bool) -> None:
+    with assume_target("cuda:sm_90"):
+        model = nn.Linear(128, 64, device="cuda", dtype=torch.bfloat16)
+        pw.quantize_(model, "int4")
+        w: Any = model.weight
+        assert w.spec.layout == "gpu"
+        if not known:
+            w.readers = None
+        assert get_layout(w.to("cpu").spec.layout).devices in (None, ("cpu",))
+        assert w.to("cpu").to("cuda").spec.layout == "gpu"

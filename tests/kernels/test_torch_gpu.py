@@ -160,17 +160,6 @@ def values(t: Any) -> Tensor:
     return t.dequantize() if isinstance(t, QT) else t
 
 
-@pytest.mark.parametrize("name", ["torch_int4_gpu", "torch_blocks_gpu"])
-def test_examples_of_layouts(name: str) -> None:
-    """tests/every runs them on a GPU only; the packing is torch ops, so here too."""
-    layout = LAYOUTS[name]
-    for spec, shape in layout.examples:
-        w = QT.from_float(torch.randn(shape), spec)
-        back = w.to_layout(name).to_layout("plain")
-        assert torch.equal(bits(back.codes), bits(w.codes))
-        assert w.to_layout(name).nbytes == layout.nbytes(spec, shape)
-
-
 @pytest.mark.parametrize(("n", "k", "inner"), [(16, 256, 8), (8, 192, 4), (24, 96, 2)])
 def test_int4_words_are_those_of_a_lane(n: int, k: int, inner: int) -> None:
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)

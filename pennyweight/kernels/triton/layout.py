@@ -302,4 +302,4 @@ _EXAMPLES = tuple(
     for shape in ((64, 256), (70, 2100))
     if fits(spec, shape) is True
 )
-LAYOUT = register_layout(Layout("gpu", pack, unpack, None, _EXAMPLES, _padding))
+LAYOUT = register_layout(Layout("gpu", pack, unpack, ("cuda", "hip"), _EXAMPLES, _padding))

@@ -157,10 +157,9 @@ def table_code(static: Static) -> tuple[str, ...]:
     """
     if static.values is None:
         return ("", "", "", "")
-    words = [
-        word & 0xFFFFFFFF
-        for word in table_words(torch.tensor(static.values, dtype=torch.float32, device="cpu"), static.dtype).tolist()
-    ]
+    with plain_tensors():
+        values = torch.tensor(static.values, dtype=torch.float32, device="cpu")
+        words = [word & 0xFFFFFFFF for word in table_words(values, static.dtype).tolist()]
     low, high = ([f"0x{word:08x}" for word in words[i : i + 4]] for i in (0, 4))
     lines = [".reg .b32 s, p, m, a, b, e0, e1, f0, f1;"]
     for half, out in ((0, "e"), (1, "f")):

@@ -1,5 +1,9 @@
 """Layout "gpu" beyond its examples (tests/every/test_layouts.py): odd sizes, views, parts of other types."""
 
+import copy
+import pickle
+from typing import Any
+
 import pytest
 import torch
 
@@ -128,3 +132,12 @@ def test_a_tensor_goes_there_and_back() -> None:
     assert packed.spec.layout == "gpu"
     check_same(packed.to_layout(weight.spec.layout).parts, weight.parts)
     assert torch.equal(packed.dequantize(), weight.dequantize())
+
+
+@pytest.mark.parametrize(("clone", "same"), [(lambda w: pickle.loads(pickle.dumps(w)), False), (copy.deepcopy, True)])
+def test_a_weight_of_a_gpu_is_pickled_in_a_portable_layout(clone: Any, same: bool) -> None:
+    """A CPU that unpickles it packs it for itself. torch.save pickles too."""
+    w = AffineQuantizedTensor.from_float(torch.randn(70, 300), QuantSpec(UINT4, (64,), mid=8, offset=torch.float32))
+    again = clone(w.to_layout("gpu"))
+    assert torch.equal(again.dequantize(), w.dequantize())
+    assert (again.spec.layout == "gpu") is same
