@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib
 import json
 import sys
 import warnings
@@ -30,7 +29,6 @@ from . import enums, v0_8_configs, v0_8_layouts
 from .algorithms import awq, gptq, smoothquant
 from .configs import float8
 from .mx import inference, training
-from .prototype_quantization import float8_static
 
 __all__ = [
     "ALLOWED_AO_MODULES", "AOBaseConfig", "ConfigJSONEncoder", "VersionMismatchError", "config_from_dict",
@@ -39,8 +37,7 @@ __all__ = [
 
 # Later entries win: those with torchao's name that also have the fields of its older releases.
 _HOMES = (
-    configs, granularity, enums, v0_8_layouts, v0_8_configs, float8, float8_static, inference, training, awq,
-    smoothquant, gptq,
+    configs, granularity, enums, v0_8_layouts, v0_8_configs, float8, inference, training, awq, smoothquant, gptq,
 )  # fmt: skip
 _KINDS = (AOBaseConfig, enum.Enum, granularity.Granularity, v0_8_layouts.Layout, enums.Float8MMConfig)
 _OURS = {v for home in _HOMES for v in vars(home).values() if isinstance(v, type) and issubclass(v, _KINDS)}
@@ -52,8 +49,6 @@ for _home in _HOMES:
     )
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _REGISTERED: dict[str, type] = {}
-# Files here whose configs are registered when they are imported, which they are when a name is not known otherwise.
-_LATER = ("parq.stretched_grid", "prototype_quantization.uintx_packed", "sparse.api")
 ALLOWED_AO_MODULES = {home.__name__ for home in _HOMES}
 
 # Fields that are a string here and an enum member in torchao, by the name of the class.
@@ -244,10 +239,6 @@ def _decode(value: Any, where: str) -> Any:
     if not isinstance(kind, str):
         raise ValueError(f"{where}: _type must be the name of a type, got {kind!r}")
     cls = _known().get(kind)
-    if cls is None:
-        for file in _LATER:
-            importlib.import_module(f"{__package__}.{file}")
-        cls = _REGISTERED.get(kind)
     if cls is None:
         raise ValueError(
             f"{where}: Failed to find class {kind} in any of the allowed modules: "

@@ -1,12 +1,9 @@
-"""Installed versions, machine capabilities, and decorators that skip a test without them, under torchao's names."""
+"""Installed versions and capabilities of the machine, under torchao's names."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import re
-import unittest
-from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -17,15 +14,12 @@ from ...core.tensor import AffineQuantizedTensor
 from ...kernels.repack import prepare
 
 __all__ = [
-    "_cpu_is_amx_tile_supported", "_cpu_is_vnni_supported", "_is_device",
-    "_is_fbgemm_genai_gpu_available", "_is_flashinfer_available", "_is_float8_type", "_is_mslk_available",
-    "_torch_version_at_least", "check_cpu_version", "check_xpu_version", "compare_versions",
-    "convert_to_packed_tensor_based_on_current_hardware", "get_available_devices",
-    "get_compute_capability", "get_current_accelerator_device", "is_MI300", "is_MI350", "is_Navi4", "is_ROCM",
-    "is_cuda_version_at_least", "is_device", "is_fbcode", "is_mslk_version_at_least", "is_package_at_least",
-    "is_sm_at_least_89", "is_sm_at_least_90", "is_sm_at_least_100", "is_sm_version", "parse_version",
-    "should_reduce_range", "skip_if_compute_capability_less_than", "skip_if_no_cuda", "skip_if_no_gemlite",
-    "skip_if_no_xpu", "skip_if_rocm", "skip_if_xpu", "torch_version_at_least",
+    "_cpu_is_amx_tile_supported", "_cpu_is_vnni_supported", "_is_device", "_is_fbgemm_genai_gpu_available",
+    "_is_float8_type", "_torch_version_at_least", "compare_versions",
+    "convert_to_packed_tensor_based_on_current_hardware", "get_available_devices", "get_compute_capability",
+    "get_current_accelerator_device", "is_MI300", "is_MI350", "is_ROCM", "is_cuda_version_at_least", "is_device",
+    "is_package_at_least", "is_sm_at_least_89", "is_sm_at_least_90", "is_sm_at_least_100", "is_sm_version",
+    "parse_version", "should_reduce_range", "torch_version_at_least",
 ]  # fmt: skip
 
 # -- packing -----------------------------------------------------------------------------------------------------------
@@ -57,13 +51,8 @@ def compare_versions(v1: str, v2: str) -> int:
     return (a > b) - (a < b)
 
 
-def is_fbcode() -> bool:
-    """Whether torch was built inside Meta's own repository."""
-    return not hasattr(torch.version, "git_version")
-
-
 def torch_version_at_least(min_version: str) -> bool:
-    return is_fbcode() or compare_versions(torch.__version__, min_version) >= 0
+    return compare_versions(torch.__version__, min_version) >= 0
 
 
 def _torch_version_at_least(min_version: str) -> bool:
@@ -97,20 +86,8 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _is_mslk_available() -> bool:
-    return _installed("mslk")
-
-
-def is_mslk_version_at_least(min_version: str) -> bool:
-    return is_package_at_least("mslk", min_version)
-
-
 def _is_fbgemm_genai_gpu_available() -> bool:
     return _installed("fbgemm_gpu") and is_package_at_least("fbgemm_gpu", "1.2.0")
-
-
-def _is_flashinfer_available() -> bool:
-    return _installed("flashinfer", "tvm_ffi", "pynvml")
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------
@@ -142,16 +119,6 @@ def is_device(target_device_str: str, device: str | torch.device) -> bool:
 
 
 _is_device = is_device
-
-
-def check_cpu_version(device: str | torch.device, version: str = "2.6.0") -> bool:
-    """Whether the device is a CPU and torch at least that version."""
-    return is_device("cpu", device) and compare_versions(torch.__version__, version) >= 0
-
-
-def check_xpu_version(device: str | torch.device, version: str = "2.8.0") -> bool:
-    """Whether the device is an XPU and torch at least that version."""
-    return is_device("xpu", device) and compare_versions(torch.__version__, version) >= 0
 
 
 def get_compute_capability() -> float:
@@ -197,7 +164,6 @@ def _gcn_in(*names: str) -> bool:
 
 is_MI300 = partial(_gcn_in, "gfx940", "gfx941", "gfx942")
 is_MI350 = partial(_gcn_in, "gfx950")
-is_Navi4 = partial(_gcn_in, "gfx1200", "gfx1201")
 
 
 def _cpu_has(feature: str) -> bool:
@@ -218,39 +184,3 @@ def should_reduce_range(device: torch.device) -> bool:
 def _is_float8_type(dtype: torch.dtype) -> bool:
     """The four float8 types that a matrix product takes; not e8m0, which holds scales."""
     return dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
-
-
-# -- decorators for unittest and pytest --------------------------------------------------------------------------------
-
-
-def _skip_if(condition: Callable[[], bool], reason: str) -> Callable[[Any], Any]:
-    """Decorator: skips the test if the condition is true when it runs."""
-
-    def decorate(test: Any) -> Any:
-        @functools.wraps(test)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if condition():
-                raise unittest.SkipTest(reason)
-            return test(*args, **kwargs)
-
-        return run
-
-    return decorate
-
-
-def _with_message(condition: Callable[[], bool], reason: str, message: Any = None) -> Any:
-    """A decorator usable without parentheses, with empty ones, or with a message."""
-    if callable(message):
-        return _skip_if(condition, reason)(message)
-    return _skip_if(condition, f"{reason}: {message}" if message else reason)
-
-
-def skip_if_compute_capability_less_than(min_capability: float) -> Callable[[Any], Any]:
-    return _skip_if(lambda: get_compute_capability() < min_capability, f"needs compute capability {min_capability}")
-
-
-skip_if_no_cuda = partial(_skip_if, lambda: not torch.cuda.is_available(), "needs CUDA")
-skip_if_no_xpu = partial(_skip_if, lambda: not torch.xpu.is_available(), "needs an XPU")
-skip_if_no_gemlite = partial(_skip_if, lambda: importlib.util.find_spec("gemlite") is None, "needs gemlite")
-skip_if_rocm = partial(_with_message, lambda: torch.version.hip is not None, "not under ROCm")
-skip_if_xpu = partial(_with_message, lambda: bool(torch.xpu.is_available()), "not on an XPU")

@@ -107,16 +107,14 @@ REEXPORTS: dict[str, tuple[str, str]] = {
     ),
 }
 
-_CONFIGS = "v0_8_configs configs.float8 configs.granularity prototype_quantization.float8_static @configs"
+_CONFIGS = "v0_8_configs configs.float8 configs.granularity @configs"
 _PRIMITIVES = "primitives format_primitives hqq qparams enums"
 _MX_TENSORS = "mx.mx_tensor mx.nvfp4_tensor"
 _NF4 = "nf4.tensor nf4.linear"
 _TENSORS = f"int8_float8_views int4_views {_NF4} {_MX_TENSORS}"
-_PACKED = "packed.packed_linear packed.marlin_qqq packed.fbgemm packed.impls"
 _NF4_MODULE = f"{_NF4} nf4.parts nf4.operators nf4.handlers nf4.scalers"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
 _QAT_CONFIGS = "qat.configs qat.fake_quantize_configs"
-_GPTQ = "algorithms.gptq_quantizers algorithms.multi_tensor"
 _QAT = f"{_QAT_CONFIGS} qat.fake_quantizers qat.linear qat.embedding qat.quantizers qat.steps"
 _OBSERVERS = (
     "@graph_observer_base @graph_range_observers @graph_histogram @graph_passive_observers pt2e.affine_observers "
@@ -125,44 +123,30 @@ _OBSERVERS = (
 _FAKE_QUANTIZE = "@graph_fake_quantize pt2e.affine_observers pt2e.defaults"
 _PT2E = "quantization.pt2e"
 _QUANTIZERS = "@graph_specs @graph_annotate pt2e.graph_names pt2e.graph_conversion @graph_xnnpack"
-_PARQ_QUANT = "parq.quantizers parq.least_squares parq.affine_quantizers parq.stretched_grid parq.conversion"
-_UINTX = "prototype_quantization.uintx_packed"
-_SPARSE = "sparse.api sparse.wanda sparse.supermask sparse.masks sparse.pruning"
-_PARQ = f"parq.optimizer parq.prox_maps {_PARQ_QUANT}"
 _MX = "attributes"  # whose import gives tensors torchao's attributes
 _FLOAT8_TENSOR = "float8_training.training_tensor float8_training.products float8_training.casting"
-_BLOCKWISE = "blockwise_float8.functions blockwise_float8.linear"
-_MOE = "moe_training.products moe_training.token_groups moe_training.config"
+_MOE = "moe_training.products moe_training.config"
 _FLOAT8 = f"float8_training.config float8_training.layers {_FLOAT8_TENSOR} enums"
 
 # Package of torchao, modules in it ("." is the package itself), files here with their names.
 _ROWS = (
-    ("", ".", "quant_api algorithms.autoquant"),
+    ("", ".", "quant_api"),
     ("", "utils", "tools hardware base_tensor dispatch"),
     ("", "_executorch_ops", "operators.decomposed"),
     ("", "ops", "operators.registration"),
     ("core", ".", ""),
     ("core", "config", "config_json"),
-    ("dtypes", ".", f"v0_8_aqt v0_8_layouts {_TENSORS} {_PACKED}"),
-    ("dtypes", "fbgemm_fp8_tensor fbgemm_int4_tensor", "packed.fbgemm"),
+    ("dtypes", ".", f"v0_8_aqt v0_8_layouts {_TENSORS}"),
     ("dtypes", "affine_quantized_tensor", "v0_8_aqt v0_8_layouts enums"),
-    ("dtypes", "affine_quantized_tensor_ops", "legacy_weights"),
     ("dtypes", "nf4tensor", _NF4_MODULE),
     ("dtypes", "_nf4tensor_api", "nf4.config"),
     ("dtypes", "utils", "v0_8_layouts tools hardware"),
-    ("dtypes.floatx", ". floatx_tensor_core_layout", "v0_8_layouts packed.floatx"),
-    ("dtypes.floatx", "float8_layout", "v0_8_layouts packed.shifts"),
-    ("dtypes.uintx", ".", "v0_8_layouts packed.impls packed.marlin_qqq"),
-    ("dtypes.uintx", "bitpacking", "v0_8_layouts packed.shifts"),
-    ("dtypes.uintx", "uint4_layout", "v0_8_layouts packed.integer_tensors"),
-    ("dtypes.uintx", "gemlite_layout", "packed.impls"),
-    ("dtypes.uintx", "marlin_qqq_tensor", "packed.marlin_qqq"),
+    ("dtypes.floatx", ". float8_layout floatx_tensor_core_layout", "v0_8_layouts"),
     (
         "dtypes.uintx",
-        "block_sparse_layout dyn_int8_act_int4_wei_cpu_layout int4_cpu_layout int4_xpu_layout marlin_sparse_layout "
-        "packed_linear_int8_dynamic_activation_intx_weight_layout plain_layout q_dq_layout semi_sparse_layout "
+        ". bitpacking int4_cpu_layout packed_linear_int8_dynamic_activation_intx_weight_layout plain_layout q_dq_layout "
         "tensor_core_tiled_layout uintx_layout",
-        "v0_8_layouts packed.impls packed.packed_linear",
+        "v0_8_layouts",
     ),
     ("experimental", ".", ""),
     ("experimental", "quant_api", "prototype_quantization.embeddings"),
@@ -175,7 +159,6 @@ _ROWS = (
     ("float8", "float8_utils", "float8_training.functions float8_training.config"),
     ("float8", "inference", "float8_training.inference enums configs.granularity"),
     ("kernel", ". intmm", "int8_matmul"),
-    ("kernel", "blockwise_quantization", "blockwise_float8.functions"),
     ("optim", ". adam cpu_offload", "low_bit_optim.optimizers low_bit_optim.adam @optim"),
     ("optim", "quant_utils", "low_bit_optim.quantizers"),
     ("optim", "subclass_4bit", "low_bit_optim.state_4bit"),
@@ -184,106 +167,35 @@ _ROWS = (
     ("prototype", ".", ""),
     ("prototype", "_nf4tensor_api", "nf4.config"),
     ("prototype", "custom_fp_utils", "format_primitives"),
-    ("prototype.autoround", ". core multi_tensor utils", "algorithms.autoround"),
     ("prototype.awq", ". api core", "algorithms.awq"),
-    ("prototype.blockwise_fp8", ". blockwise_linear blockwise_quantization", _BLOCKWISE),
-    ("prototype.blockwise_fp8_inference", ". blockwise_linear", _BLOCKWISE),
-    ("prototype.blockwise_fp8_training", ". kernels linear", _BLOCKWISE),
-    ("prototype.dtypes", ".", "v0_8_layouts packed.integer_tensors"),
-    ("prototype.dtypes", "uint2", "packed.uint2"),
-    ("prototype.dtypes", "bitnet", "packed.bitnet"),
-    ("prototype.dtypes", "uintgen", "packed.bit_fields"),
-    ("prototype.dtypes.floatx", ". floatx_tensor_core_layout", "v0_8_layouts packed.floatx"),
-    ("prototype.dtypes.uintx", ".", "v0_8_layouts packed.impls packed.marlin_qqq"),
-    ("prototype.dtypes.uintx", "bitpacking", "v0_8_layouts packed.shifts"),
-    ("prototype.dtypes.uintx", "gemlite_layout", "packed.impls"),
-    ("prototype.dtypes.uintx", "marlin_qqq_tensor", "packed.marlin_qqq"),
-    (
-        "prototype.dtypes.uintx",
-        "block_sparse_layout dyn_int8_act_int4_wei_cpu_layout uintx_layout",
-        "v0_8_layouts packed.impls",
-    ),
-    ("prototype.dtypes.uintx", "uintx_utils", "v0_8_layouts"),
-    ("prototype.float8_opaque_tensor", ". float8_opaque_tensor inference_workflow", "float8_opaque.tensor"),
-    ("prototype.float8nocompile", ".", ""),
-    (
-        "prototype.float8nocompile",
-        "float8nocompile_linear float8nocompile_linear_utils float8nocompile_scaling_utils",
-        "float8_training.nocompile",
-    ),
-    ("prototype.float8nocompile.kernels", ".", ""),
-    ("prototype.float8nocompile.kernels", "fp8_dynamic_tensorwise", "float8_training.nocompile"),
+    ("prototype.dtypes", ".", "v0_8_layouts"),
+    ("prototype.dtypes.uintx", ". uintx_layout", "v0_8_layouts"),
     ("prototype.low_bit_optim", ". adam cpu_offload", "low_bit_optim.optimizers low_bit_optim.adam @optim"),
+    ("prototype.low_bit_optim", "quant_utils", "low_bit_optim.quantizers"),
+    ("prototype.low_bit_optim", "subclass_4bit", "low_bit_optim.state_4bit"),
+    ("prototype.low_bit_optim", "subclass_8bit", "low_bit_optim.state_8bit"),
+    ("prototype.low_bit_optim", "subclass_fp8", "low_bit_optim.state_fp8"),
     ("prototype.gptq", ". api observer", "algorithms.gptq"),
-    ("prototype.hqq", ". mixed_mm", "hqq"),
-    ("prototype.moe_quant", ". quantizable_moe_modules utils", "algorithms.moe_quant"),
+    ("prototype.moe_training", ".", f"{_MOE} moe_training.weights"),
+    ("prototype.moe_training", "config", "moe_training.config"),
+    ("prototype.moe_training", "conversion_utils tensor", "moe_training.weights moe_training.config"),
+    ("prototype.moe_training", "fp8_grouped_mm mxfp8_grouped_mm mxfp8_linear scaled_grouped_mm", _MOE),
     (
         "prototype.mx_formats",
         ". inference_workflow mx_subclass",
         f"{_MX} mx.inference mx.training {_CONFIGS} {_MX_TENSORS} enums",
     ),
-    ("prototype.low_bit_optim", "quant_utils", "low_bit_optim.quantizers"),
-    ("prototype.low_bit_optim", "subclass_4bit", "low_bit_optim.state_4bit"),
-    ("prototype.low_bit_optim", "subclass_8bit", "low_bit_optim.state_8bit"),
-    ("prototype.low_bit_optim", "subclass_fp8", "low_bit_optim.state_fp8"),
-    ("prototype.moe_training", ".", f"{_MOE} moe_training.weights"),
-    ("prototype.moe_training", "config", "moe_training.config"),
-    ("prototype.moe_training", "conversion_utils tensor", "moe_training.weights moe_training.config"),
-    ("prototype.moe_training", "fp8_grouped_mm mxfp8_grouped_mm mxfp8_linear scaled_grouped_mm", _MOE),
-    ("prototype.moe_training.kernels", ".", ""),
-    ("prototype.moe_training.kernels.mxfp8", ". quant", "moe_training.token_groups"),
-    (
-        "prototype.moe_training.nvfp4_training",
-        ". hadamard_utils nvfp4_linear nvfp4_training",
-        "moe_training.nvfp4",
-    ),
-    ("prototype.moe_training", "utils", f"{_MOE} moe_training.weights"),
     ("prototype.mx_formats", "config", f"{_MX} mx.checks mx.training mx.constants enums"),
-    ("prototype.dora", ".", ""),
-    ("prototype.dora", "dora_layer", "low_rank.dora"),
-    ("prototype.galore", ".", ""),
-    ("prototype.galore", "utils", "low_rank.galore"),
-    ("prototype.galore.optim", ". galore_torch", "low_rank.galore"),
-    ("prototype.paretoq", ".", ""),
-    ("prototype.paretoq.models", ".", ""),
-    ("prototype.paretoq.models", "utils_quant", "paretoq.quantize_linear"),
-    ("prototype.parq", ".", f"{_PARQ} parq.param_groups"),
-    ("prototype.parq", "api", "parq.param_groups parq.optimizer"),
-    ("prototype.parq", "utils", "parq.prox_maps"),
-    ("prototype.parq.optim", ".", "parq.prox_maps parq.optimizer"),
-    ("prototype.parq.optim", "binarelax parq proxmap", "parq.prox_maps"),
-    ("prototype.parq.optim", "quantopt", "parq.optimizer"),
-    ("prototype.parq.quant", ". config_torchao lsbq quant_api quantizer uniform uniform_torchao", _PARQ_QUANT),
-    ("prototype.quant_logger", ". quant_logger", "algorithms.quant_logger"),
     ("prototype.mx_formats", "constants", "mx.constants"),
     ("prototype.mx_formats", "custom_cast", "mx.custom_cast mx.element_codes mx.constants"),
     ("prototype.mx_formats", "kernels", "mx.element_codes mx.conversion mx.scale_layout mx.constants"),
-    ("prototype.mx_formats", "fp_format_spec", "mx.format_tables"),
     ("prototype.mx_formats", "mx_linear", f"{_MX} mx.training mx.inference"),
     ("prototype.mx_formats", "mx_tensor", f"{_MX} {_MX_TENSORS} mx.conversion mx.constants mx.scale_layout enums"),
     ("prototype.mx_formats", "nvfp4_tensor", f"{_MX} {_MX_TENSORS} mx.conversion enums"),
     ("prototype.mx_formats", "utils", f"{_MX} mx.scale_layout mx.mx_tensor"),
     ("prototype.qat", ". mx nvfp4", f"{_MX} mx.fake_quantize"),
-    ("prototype.quantization", ".", f"{_UINTX} {_CONFIGS} algorithms.gguf"),
-    ("prototype.quantization", "quant_api", f"{_UINTX} {_CONFIGS}"),
+    ("prototype.quantization", ". quant_api", _CONFIGS),
     ("prototype.quantization.embedding", ". api", "prototype_quantization.embeddings"),
-    (
-        "prototype.quantization.float8_static_quant",
-        ". prototype_float8_tensor",
-        "prototype_quantization.float8_static_tensor",
-    ),
-    ("prototype.quantization.int8_lut_tensor", ". int8_lut_tensor", "prototype_quantization.int8_lut"),
-    ("prototype.quantization.uintx", ". uintx_bit_packed_tensor", _UINTX),
-    ("prototype.quantization", "autoquant_v2", "algorithms.autoquant algorithms.autoquant_classes"),
-    ("prototype.quantization.codebook", ". codebook_ops codebook_quantized_tensor", "algorithms.codebook"),
-    (
-        "prototype.quantization.codebook_coreml",
-        ". api codebook_ops codebook_quantized_tensor",
-        "algorithms.codebook_coreml",
-    ),
-    ("prototype.quantization.codebook_groupwise", ". api", "algorithms.codebook_groupwise"),
-    ("prototype.quantization.codebook_utils", ". codebook_utils", "algorithms.codebook_groupwise"),
-    ("prototype.quantization.gguf", ". api gguf_quantized_tensor", "algorithms.gguf"),
     ("prototype.quantization.int4", ".", f"{_CONFIGS} int8_float8_views int4_views"),
     ("prototype.quantization.int4", "inference_workflow", _CONFIGS),
     ("prototype.quantization.int4", "int4_opaque_tensor", "int8_float8_views int4_views"),
@@ -294,59 +206,15 @@ _ROWS = (
     ),
     ("prototype.safetensors", ".", ""),
     ("prototype.safetensors", "safetensors_support safetensors_utils", "safetensors_state"),
-    ("sparsity", ".", f"{_SPARSE} v0_8_configs"),
-    ("sparsity", "sparse_api", "sparse.api"),
-    ("sparsity", "blocksparse", "sparse.block_sparse"),
-    ("sparsity", "marlin utils", "sparse.masks sparse.wanda"),
-    ("sparsity", "supermask", "sparse.supermask"),
-    ("sparsity", "wanda", "sparse.wanda sparse.pruning"),
-    ("sparsity.training", ". autograd", "sparse.training"),
-    ("sparsity.prototype.superblock", ".", ""),
-    ("sparsity.prototype.superblock", "blocksparse", "sparse.block_sparse"),
-    ("sparsity.prototype.superblock", "supermask", "sparse.supermask"),
-    *(
-        row
-        for home in ("prototype.sparsity", "sparsity.prototype")
-        for row in (
-            (home, ".", "sparse.pruning"),
-            (f"{home}.scheduler", ". base_scheduler cubic_scheduler lambda_scheduler", "sparse.pruning"),
-            (
-                f"{home}.sparsifier",
-                ". base_sparsifier nearly_diagonal_sparsifier utils weight_norm_sparsifier",
-                "sparse.pruning",
-            ),
-            (
-                f"{home}.pruner",
-                ". FPGM_pruner base_structured_sparsifier lstm_saliency_pruner match_utils parametrization "
-                "prune_functions saliency_pruner",
-                "sparse.structured_pruning",
-            ),
-        )
-    ),
-    (
-        "prototype.smoothquant",
-        ". api core",
-        "algorithms.smoothquant algorithms.smooth_observers algorithms.v0_9_smoothquant",
-    ),
+    ("prototype.smoothquant", ". api core", "algorithms.smoothquant algorithms.smooth_observers"),
     ("prototype.spinquant", ". spinquant", "algorithms.spinquant"),
-    ("prototype.spinquant", "_hadamard_matrices hadamard_utils", "algorithms.hadamard"),
-    (
-        "quantization",
-        ".",
-        f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights int8_matmul base_tensor {_QAT_CONFIGS} packed.fbgemm "
-        f"{_GPTQ} algorithms.smooth_linear algorithms.autoquant",
-    ),
-    ("quantization", "GPTQ_MT smoothquant", f"{_GPTQ} algorithms.smooth_linear"),
-    ("quantization.GPTQ", ". GPTQ", f"{_GPTQ} linear_modules"),
-    ("quantization", "autoquant", "algorithms.autoquant algorithms.autoquant_classes quant_api"),
+    ("prototype.spinquant", "hadamard_utils", "algorithms.hadamard"),
+    ("prototype", "int4_opaque_tensor", f"{_CONFIGS} int8_float8_views int4_views"),
+    ("prototype.tensor_conversion", ".", ""),
+    ("prototype.tensor_conversion", "api", "hardware"),
+    ("quantization", ".", f"{_QUANT_API} {_PRIMITIVES} observers int8_matmul base_tensor {_QAT_CONFIGS}"),
+    ("quantization.GPTQ", ". GPTQ", "linear_modules"),
     ("quantization", "transform_module", "quant_api configs.transforms"),
-    ("quantization.marlin_qqq", ". utils", "packed.marlin_qqq"),
-    (
-        "quantization",
-        "dynamic_quant linear_activation_scale linear_activation_weight_observed_tensor subclass weight_only "
-        "weight_tensor_linear_activation_quantization",
-        "legacy_weights",
-    ),
     ("quantization", "granularity", "@granularity"),
     ("quantization", "linear_activation_quantized_tensor", "v0_8_aqt"),
     ("quantization", "linear_quant_modules unified", "linear_modules"),
@@ -354,18 +222,10 @@ _ROWS = (
     (
         "quantization",
         "quant_api",
-        f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights {_QAT_CONFIGS} {_PACKED} {_GPTQ} "
-        "algorithms.autoquant configs.transforms groupwise hardware",
+        f"{_QUANT_API} {_PRIMITIVES} observers {_QAT_CONFIGS} configs.transforms groupwise hardware",
     ),
     ("quantization", "quant_primitives", f"{_PRIMITIVES} hardware"),
-    (
-        "quantization",
-        "utils",
-        "groupwise int8_matmul tools qparams primitives configs.transforms hardware algorithms.gptq_quantizers",
-    ),
-    ("prototype", "int4_opaque_tensor", f"{_CONFIGS} int8_float8_views int4_views"),
-    ("prototype.tensor_conversion", ".", ""),
-    ("prototype.tensor_conversion", "api", "hardware"),
+    ("quantization", "utils", "groupwise int8_matmul tools qparams primitives configs.transforms hardware"),
     ("quantization.prototype", ".", ""),
     ("quantization.prototype.qat", ". api embedding fake_quantizer linear", _QAT),
     ("quantization.prototype.qat", "_module_swap_api", "qat.module_swap"),
@@ -373,7 +233,7 @@ _ROWS = (
     ("quantization.qat", ". api embedding fake_quantize_config fake_quantizer linear two_step_quantizer", _QAT),
     ("quantization.qat", "affine_fake_quantized_tensor", "qat.fake_quantized_tensor"),
     ("quantization.qat", "utils", "qat.functions"),
-    ("quantization.quantize_", ". int4_groupwise_preshuffle_tensor", "packed.fbgemm"),
+    ("quantization.quantize_", ".", ""),
     ("quantization.quantize_.common", ".", f"enums {_TENSORS} protocols"),
     ("quantization.quantize_.common", "protocol", "protocols"),
     ("quantization.quantize_.common", "kernel_preference packing_format quantization_step", "enums"),
@@ -430,11 +290,6 @@ _ROWS = (
         "_xnnpack_quantizer_utils",
         "@graph_xnnpack @graph_annotators @graph_specs @graph_annotate pt2e.graph_names",
     ),
-    ("testing.pt2e", "utils", "pt2e.case_classes"),
-    ("testing", "model_architectures", "model_architectures"),
-    ("testing.float8", ". dtensor_utils fsdp2_utils test_utils", "float8_training.harness"),
-    ("testing.training", ". dtensor_utils fsdp2_utils test_utils", "float8_training.harness"),
-    ("testing", "utils", "harness harness_parallel hardware"),
 )
 TREE: dict[str, tuple[str, ...]] = {
     package if module == "." else f"{package}.{module}".lstrip("."): tuple(dict.fromkeys(homes.split()))

@@ -1,4 +1,4 @@
-"""Timing, sizes, op registration, op counts and plain parameters for exporters, under torchao's names."""
+"""Timing, sizes, registration of operators and plain parameters for exporters, under torchao's names."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
-    "DummyModule", "LoggingTensorMode", "UnwrapTensorSubclass", "_apply_logging_hook", "_assert_and_get_unique_device",
-    "_fqn_to_op_to_shape_to_count", "_register_custom_op", "_register_meta_op", "benchmark_model",
-    "benchmark_torch_function_in_microseconds", "ceil_div", "compute_max_diff", "fill_defaults", "find_multiple",
-    "get_model_size_in_bytes", "get_out_shape", "profiler_runner", "register_as_pytree_constant", "round_up",
-    "unwrap_tensor_subclass",
+    "UnwrapTensorSubclass", "_assert_and_get_unique_device", "_register_custom_op", "_register_meta_op",
+    "benchmark_model", "benchmark_torch_function_in_microseconds", "ceil_div", "fill_defaults", "find_multiple",
+    "get_model_size_in_bytes", "register_as_pytree_constant", "round_up", "unwrap_tensor_subclass",
 ]  # fmt: skip
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -69,22 +67,6 @@ def benchmark_torch_function_in_microseconds(f: Callable[..., Any], *args: Any, 
     return timer.blocked_autorange().mean * 1e6
 
 
-def profiler_runner(path: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``fn(*args, **kwargs)`` under torch's profiler; writes a Chrome trace to ``path`` and returns fn's result."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
-        result = fn(*args, **kwargs)
-    profile.export_chrome_trace(str(path))
-    return result
-
-
-def compute_max_diff(output: Tensor, output_ref: Tensor) -> Tensor:
-    """mean |output − ref| / mean |ref|: a relative mean, despite its name."""
-    return (output - output_ref).abs().mean() / output_ref.abs().mean()
-
-
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
@@ -126,12 +108,7 @@ def round_up(a: int, b: int) -> int:
     return ceil_div(a, b) * b
 
 
-def get_out_shape(input_shape: Sequence[int], weight_shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape of ``linear(input [.., K], weight [N, K])``: (.., N)."""
-    return (*input_shape[:-1], weight_shape[0])
-
-
-# -- operators and modules ---------------------------------------------------------------------------------------------
+# -- operators ---------------------------------------------------------------------------------------------------------
 
 
 def fill_defaults(args: Sequence[Any], n: int, defaults_tail: Sequence[Any]) -> list[Any]:
@@ -187,15 +164,6 @@ def register_as_pytree_constant(cls: type) -> type:
     """Class decorator: torch's tracers treat instances as constants, compared by ``==``."""
     torch.utils._pytree.register_constant(cls)
     return cls
-
-
-class DummyModule(nn.Module):
-    """A module around one tensor, for quantizing functions that take modules. ``weight`` is stored as it is given."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__()
-        self.weight = weight
-        self.bias = bias
 
 
 # -- tensor subclasses as plain parameters -----------------------------------------------------------------------------
@@ -268,35 +236,3 @@ def unwrap_tensor_subclass(model: nn.Module, filter_fn: Callable[[nn.Module, str
                 setattr(module, name, nn.Parameter(parameter.detach(), requires_grad=False))
                 parametrize.register_parametrization(module, name, UnwrapTensorSubclass())
     return model
-
-
-# -- counts of operators by module and shapes --------------------------------------------------------------------------
-
-# module name (None outside of any) -> operator -> shapes of its tensors -> calls
-_fqn_to_op_to_shape_to_count: dict[str | None, dict[str, dict[str, int]]] = {}
-_current: list[str | None] = [None]
-
-
-def _apply_logging_hook(model: nn.Module) -> None:
-    """Make each module of ``model`` record itself as the running one when it starts. Not thread-safe."""
-
-    def entering(name: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            _current[0] = name
-
-        return hook
-
-    for name, module in model.named_modules():
-        module.register_forward_pre_hook(entering(name))
-
-
-class LoggingTensorMode(TorchDispatchMode):
-    """While active, counts each operator call in ``_fqn_to_op_to_shape_to_count``."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        shapes = ", ".join(str(list(arg.shape)) for arg in args if isinstance(arg, Tensor))
-        ops = _fqn_to_op_to_shape_to_count.setdefault(_current[0], {})
-        counts = ops.setdefault(f"{func.__module__}.{func.__name__}", {})
-        counts[shapes] = counts.get(shapes, 0) + 1
-        return out

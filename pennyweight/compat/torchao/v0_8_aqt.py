@@ -271,9 +271,9 @@ class LinearActivationQuantizedTensor(View):
         """
         act = None if quant_kwargs else ACTIVATIONS.get(input_quant_func)
         if act is None or not isinstance(original_weight_tensor, QT):
-            from .legacy_weights import CallsBefore
+            from .input_function_weight import InputFunctionWeight
 
-            return CallsBefore(original_weight_tensor, input_quant_func, quant_kwargs or {})
+            return InputFunctionWeight(original_weight_tensor, input_quant_func, quant_kwargs or {})
         return original_weight_tensor.with_(act=act)
 
     @classmethod

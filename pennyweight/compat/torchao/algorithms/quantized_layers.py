@@ -5,16 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ....planning.configs import AOBaseConfig
-from ..legacy_weights import WeightTensorWithLinearActivationScaleMetadata
 from ..quant_api import _ExtraRepr, quantize_
 
 __all__: list[str] = []
-
-torch.serialization.add_safe_globals([WeightTensorWithLinearActivationScaleMetadata])
 
 
 def quantized_weight(weight: Tensor, config: AOBaseConfig | Any) -> Tensor:

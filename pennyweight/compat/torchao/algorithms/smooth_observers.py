@@ -1,4 +1,4 @@
-"""Observers of SmoothQuant, of torchao before and after 0.14, and the linear layer that holds one."""
+"""Observers of SmoothQuant, and the linear layer that holds one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ....planning.granularity import MappingType, PerAxis, PerTensor
+from ....planning.granularity import PerTensor
 from ..int8_float8_views import Int8Tensor, QuantizeTensorToInt8Kwargs, _choose_quant_func_and_quantize_tensor
-from ..observers import AffineQuantizedMinMaxObserver
 
 __all__ = ["RunningAbsMaxSmoothQuantObserver", "SmoothQuantObservedLinear", "SmoothQuantObserver"]
 
@@ -25,72 +24,8 @@ def smoothing_factor(x_absmax: Tensor, weight: Tensor, alpha: float | None) -> T
     return torch.pow(x_absmax + EPS, alpha) / torch.pow(w_absmax + EPS, 1 - alpha)
 
 
-class RecipeObserver(nn.Module):
-    """Records the range of each channel of the inputs.
-
-        s_j = (max|x_j| + eps)^alpha / (max|W_j| + eps)^(1 - alpha)
-
-    quant_mode  "static": also the scale of the whole smoothed input, its largest magnitude / 127; "dynamic": none
-    """
-
-    def __init__(
-        self, weight: Tensor, alpha: float | None = 0.5, quant_mode: str = "static", quant_min: int | None = None,
-        quant_max: int | None = None, eps: float | None = None,
-    ) -> None:  # fmt: skip
-        nn.Module.__init__(self)
-        assert weight.ndim == 2, f"the weight must have 2 axes, got {list(weight.shape)}"
-        assert quant_mode in ("static", "dynamic"), f'quant_mode must be "static" or "dynamic", got {quant_mode!r}'
-        self.weight, self.alpha, self.device, self.quant_mode = weight, alpha, weight.device, quant_mode
-        self.quant_min, self.quant_max = quant_min, quant_max
-        self.eps = torch.finfo(torch.float32).eps if eps is None else eps
-        self.inputs: list[Tensor] = []
-
-        def observer(axis: int, low: int | None = None, high: int | None = None) -> AffineQuantizedMinMaxObserver:
-            return AffineQuantizedMinMaxObserver(
-                MappingType.SYMMETRIC, torch.int8, PerAxis(axis), quant_min=low, quant_max=high, eps=self.eps
-            )
-
-        self.act_ic_obs, self.wei_ic_obs = observer(-1), observer(-1)
-        self.wei_oc_obs = observer(0, quant_min, quant_max)
-        self.wei_ic_obs(weight.detach())
-
-    @torch.no_grad()
-    def forward(self, input: Tensor) -> Tensor:
-        self.act_ic_obs(input.detach().reshape(-1, input.shape[-1]).cpu())
-        return input
-
-    @torch.no_grad()
-    def calculate_qparams(self, weight_quant_kwargs: Any = None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """(smoothing factor [K], scale of the activation or None, scales of the smoothed weight [N]).
-
-        Raises AssertionError without inputs.
-        """
-        assert hasattr(self.act_ic_obs, "min_val"), "calibrate observer first by running model on exemplar data"
-        low, high = self.act_ic_obs.min_val, self.act_ic_obs.max_val
-        x_most = torch.maximum(low.abs(), high.abs()) + self.eps
-        w_most = torch.maximum(self.wei_ic_obs.min_val.abs(), self.wei_ic_obs.max_val.abs()).cpu() + self.eps
-        s = torch.ones_like(x_most) if self.alpha is None else x_most**self.alpha / w_most ** (1 - self.alpha)
-        act_scale = None
-        if self.quant_mode == "static":
-            least, most = (-127, 127) if self.quant_min is None else (self.quant_min, self.quant_max)
-            reach = torch.maximum(-(low / s).min(), (high / s).max()).clamp(min=0)
-            act_scale = (reach / (float(most - least) / 2)).to(self.device)  # type: ignore[operator]
-        s = s.to(self.device)
-        self.wei_oc_obs(self.weight.detach() * s)
-        scales, _ = self.wei_oc_obs.calculate_qparams()
-        return s, act_scale, scales.to(self.device)
-
-
 class SmoothQuantObserver(nn.Module):
-    """Keeps the inputs of a layer; ``calculate_qparams`` finds its smoothing factor from their range.
-
-    With ``quant_mode``, ``quant_min``, ``quant_max`` or ``eps``, torchao's arguments before 0.14, it is the observer of
-    ``insert_smooth_quant_observer_``.
-    """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        older = len(args) > 2 or kwargs.keys() & {"quant_mode", "quant_min", "quant_max", "eps"}
-        return super().__new__(_RecipeObserver if cls is SmoothQuantObserver and older else cls)
+    """Keeps the inputs of a layer; ``calculate_qparams`` finds its smoothing factor from their range."""
 
     def __init__(self, weight: Tensor, alpha: float | None = 0.5) -> None:
         super().__init__()
@@ -119,10 +54,6 @@ class SmoothQuantObserver(nn.Module):
         q: Any = _choose_quant_func_and_quantize_tensor(x / s, weight_quant_kwargs)
         taken = Int8Tensor.take(q) if isinstance(q, Int8Tensor) else {"scale": q.scale, "zero_point": q.zero_point}
         return s, taken["scale"], taken["zero_point"]
-
-
-class _RecipeObserver(RecipeObserver, SmoothQuantObserver):
-    """torchao's observer before 0.14, as an instance of the class of today."""
 
 
 class RunningAbsMaxSmoothQuantObserver(nn.Module):

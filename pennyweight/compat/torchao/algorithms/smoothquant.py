@@ -1,4 +1,4 @@
-"""torchao.prototype.smoothquant: SmoothQuant as two calls of quantize_ around the calibration, or as observers.
+"""torchao.prototype.smoothquant: SmoothQuant as two calls of quantize_ around the calibration.
 
     quantize_(model, SmoothQuantConfig(base, "prepare"));  model(batch) ...;  quantize_(model, SmoothQuantConfig(base,
     "convert"))
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ....planning.configs import AOBaseConfig
 from ....planning.granularity import MappingType, PerTensor
@@ -24,9 +24,8 @@ from ..pre_scaled import PreScaledTensor
 from .awq import check_step
 from .quantized_layers import is_static, quantized_linear, quantized_weight, with_scale
 from .smooth_observers import RunningAbsMaxSmoothQuantObserver, SmoothQuantObservedLinear, SmoothQuantObserver
-from .v0_9_smoothquant import convert_recipe
 
-__all__ = ["SmoothQuantConfig", "SmoothQuantStep", "smooth_quant"]
+__all__ = ["SmoothQuantConfig", "SmoothQuantStep"]
 
 SmoothQuantStep = QuantizationStep  # its name in 0.14
 
@@ -40,40 +39,20 @@ class SmoothQuantConfig(AOBaseConfig):
             "prepare_for_smoothquant_smoothing_factor": between the two passes of ``use_running_absmax``.
     alpha   0 to 1: how much of the range moves into the weights; None: no smoothing
     base_config with a static activation: its scale is found from the calibration data
-
-    Without ``step`` it is torchao's config before 0.14, ``SmoothQuantConfig(smoothing_factor, act_scales,
-    wei_scales)``: int8 weights and inputs, for layers of ``insert_smooth_quant_observer_``; None takes the observer's.
     """
 
-    base_config: Any = None
-    step: Any = None
+    base_config: AOBaseConfig
+    step: Any
     alpha: float | None = 0.5
     use_running_absmax: bool = False
-    smoothing_factor: Tensor | None = None
-    act_scales: Tensor | None = None
-    wei_scales: Tensor | None = None
-    set_inductor_config: bool = True
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return object.__new__(cls)  # tensors are not among the types that the base class checks
 
     def __post_init__(self) -> None:
-        if self.base_config is None or isinstance(self.base_config, Tensor):
-            positional = (self.base_config, self.step, self.alpha if isinstance(self.alpha, Tensor) else None)
-            for name, value in zip(("smoothing_factor", "act_scales", "wei_scales"), positional, strict=True):
-                if value is not None:
-                    assert isinstance(value, Tensor), f"SmoothQuantConfig: {name} must be a tensor, got {value!r}"
-                    setattr(self, name, value)
-            self.base_config, self.step, self.alpha = None, None, 0.5
-            return
         self.step = check_step(self.step)
 
 
 @register_quantize_module_handler(SmoothQuantConfig)
 def _smooth_quant_transform(module: nn.Module, config: SmoothQuantConfig) -> nn.Module:
     layer: Any = module
-    if config.step is None:
-        return convert_recipe(layer, config.smoothing_factor, config.act_scales, config.wei_scales)
     observer = RunningAbsMaxSmoothQuantObserver if config.use_running_absmax else SmoothQuantObserver
     base = config.base_config
     if config.step == "prepare":
@@ -105,10 +84,3 @@ def _activation_kwargs(base: Any) -> Any:
     if isinstance(kwargs, QuantizeTensorToInt8Kwargs):
         return QuantizeTensorToInt8Kwargs(PerTensor(), kwargs.mapping_type, kwargs.reduce_range)
     return kwargs
-
-
-def smooth_quant(
-    smoothing_factor: Tensor | None = None, act_scales: Tensor | None = None, wei_scales: Tensor | None = None
-) -> Any:
-    """torchao 0.9's name of ``SmoothQuantConfig(smoothing_factor, act_scales, wei_scales)``."""
-    return SmoothQuantConfig(smoothing_factor=smoothing_factor, act_scales=act_scales, wei_scales=wei_scales)

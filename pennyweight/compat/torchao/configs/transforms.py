@@ -11,18 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ....core.tensor import AffineQuantizedTensor
 from ....planning.configs import AOBaseConfig, FqnToConfig
-from ....planning.granularity import MappingType
 from ....planning.module_handlers import HANDLERS
 from ....quantize.pipeline import quantize_
-from ..enums import ZeroPointDomain
-from ..linear_modules import Filter
-from ..v0_8_aqt import _int8_symm_per_token_reduced_range_quant, _per_token, to_affine_quantized_intx
-from ..v0_8_layouts import Int4CPULayout, Int4XPULayout, MarlinSparseLayout, TensorCoreTiledLayout
 
 Handler = Callable[..., nn.Module]
 
@@ -42,11 +36,8 @@ _OF_TENSORS = (
     "_intx_weight_only_quantize_tensor",
 )  # fmt: skip
 __all__ = [
-    "LAYOUT_TO_PRESERVE_ZEROS", "LAYOUT_TO_ZERO_POINT_DOMAIN", "_QUANTIZE_CONFIG_HANDLER", "_embedding_extra_repr",
-    "_fp8_mm_compat", "_get_linear_subclass_inserter", "_get_subclass_inserter", "_in_features_greater_than_16",
-    "_int8_symm_per_token_quant", "_int8_symm_per_token_reduced_range_quant_noop_decode", "_linear_extra_repr",
-    "_module_extra_repr", "_quantization_type", "_replace_with_custom_fn_if_matches_filter_with_name",
-    "_uint8_asymm_per_token_quant",
+    "_QUANTIZE_CONFIG_HANDLER", "_get_linear_subclass_inserter", "_get_subclass_inserter",
+    "_in_features_greater_than_16", "_quantization_type",
 ]  # fmt: skip
 __all__.extend(_OF_MODULES + _OF_TENSORS)
 
@@ -140,87 +131,11 @@ def _get_subclass_inserter(
     return _get_linear_subclass_inserter(getattr(cls, method), **kwargs)
 
 
-def _replace_with_custom_fn_if_matches_filter_with_name(
-    model: nn.Module, replacement_fn: Callable[..., nn.Module], filter_fn: Filter, cur_fqn: str = "",
-    device: Any = None, extra_args: tuple[Any, ...] = (),
-) -> nn.Module:  # fmt: skip
-    """Replace each module that the filter selects by ``replacement_fn(module, name, *extra_args)``; not within a
-    selected one. Returns the model, or its replacement. ``cur_fqn`` ends with a dot."""
-    if device is not None:
-        model.to(device)
-    if filter_fn(model, cur_fqn[:-1]):
-        return replacement_fn(model, cur_fqn[:-1], *extra_args)
-    for name, child in list(model.named_children()):
-        new = _replace_with_custom_fn_if_matches_filter_with_name(
-            child, replacement_fn, filter_fn, f"{cur_fqn}{name}.", None, extra_args
-        )
-        if new is not child:
-            setattr(model, name, new)
-    return model
-
-
-# -- text of layers ----------------------------------------------------------------------------------------------------
-
-
-def _quantization_type(weight: Tensor) -> str:
-    """What a layer's repr says of a weight."""
-    return repr(weight) if isinstance(weight, AffineQuantizedTensor) else f"Tensor: {type(weight)}"
-
-
-def _linear_extra_repr(self: Any) -> str:
-    out_features, in_features = self.weight.shape
-    return f"in_features={in_features}, out_features={out_features}, weight={_quantization_type(self.weight)}"
-
-
-def _embedding_extra_repr(self: Any) -> str:
-    rows, columns = self.weight.shape
-    return f"num_embeddings={rows}, embedding_dim={columns}, weight={_quantization_type(self.weight)}"
-
-
-def _module_extra_repr(self: Any, original_extra_repr: Callable[[], str], parameter_name: str) -> str:
-    """A module's own text, and its parameter's."""
-    text = f"{parameter_name}={_quantization_type(getattr(self, parameter_name))}"
-    return ", ".join(filter(None, (original_extra_repr(), text)))
-
-
-# -- inputs of the older era -------------------------------------------------------------------------------------------
-
-LAYOUT_TO_ZERO_POINT_DOMAIN: dict[type, list[ZeroPointDomain]] = {
-    TensorCoreTiledLayout: [ZeroPointDomain.FLOAT],
-    MarlinSparseLayout: [ZeroPointDomain.INT],
-    Int4CPULayout: [ZeroPointDomain.FLOAT],
-    Int4XPULayout: [ZeroPointDomain.FLOAT, ZeroPointDomain.INT],
-}
-LAYOUT_TO_PRESERVE_ZEROS: dict[type, bool] = {
-    TensorCoreTiledLayout: False, MarlinSparseLayout: True, Int4CPULayout: False, Int4XPULayout: False,
-}  # fmt: skip
-
-
-def _int8_symm_per_token_quant(x: Tensor) -> Tensor:
-    """x in -127..127, one float32 scale a token."""
-    return to_affine_quantized_intx(x, MappingType.SYMMETRIC, _per_token(x), torch.int8, -127, 127, 1e-5, torch.float32)
-
-
-def _uint8_asymm_per_token_quant(x: Tensor) -> Tensor:
-    """x in 0..255, one float32 scale and int32 zero point a token."""
-    eps = torch.finfo(torch.float32).eps
-    return to_affine_quantized_intx(
-        x, MappingType.ASYMMETRIC, _per_token(x), torch.uint8, 0, 255, eps, torch.float32, torch.int32
-    )
-
-
-def _int8_symm_per_token_reduced_range_quant_noop_decode(x: Tensor) -> Tensor:
-    """x in -127..127, one scale a token; x itself if its axis 1 has one element."""
-    return x if x.shape[1] == 1 else _int8_symm_per_token_reduced_range_quant(x)
-
-
 def _in_features_greater_than_16(mod: Any, *args: Any) -> bool:
     """A filter."""
     return hasattr(mod, "in_features") and mod.in_features > 16
 
 
-def _fp8_mm_compat(weight: Tensor) -> bool:
-    """Whether a GPU's float8 product takes this weight: both its last axes are multiples of 16. No limit on a CPU."""
-    if weight.dim() not in (2, 3):
-        raise AssertionError(f"float8 weights have 2 or 3 axes, got {weight.dim()}")
-    return weight.shape[-1] % 16 == 0 and weight.shape[-2] % 16 == 0
+def _quantization_type(weight: Tensor) -> str:
+    """What a layer's repr says of a weight."""
+    return repr(weight) if isinstance(weight, AffineQuantizedTensor) else f"Tensor: {type(weight)}"

@@ -17,7 +17,7 @@ from ..float8_training.config import Float8LinearConfig
 
 __all__ = [
     "Float8TrainingOpConfig", "Float8TrainingRecipe", "MXFP8TrainingOpConfig", "MXFP8TrainingRecipe",
-    "MoETrainingConfig", "TrainingOpBaseConfig",
+    "MoEScalingType", "MoETrainingConfig", "TrainingOpBaseConfig",
 ]  # fmt: skip
 
 
@@ -138,11 +138,22 @@ class MXFP8TrainingOpConfig(TrainingOpBaseConfig):
         return cls(**fields[recipe])
 
 
+class MoEScalingType(Enum):
+    """How :class:`MoETrainingConfig` scales its operands."""
+
+    FP8_ROWWISE = "fp8_rowwise"
+    MXFP8 = "mxfp8"
+
+
 @dataclass(frozen=True)
 class MoETrainingConfig(TrainingOpBaseConfig):
-    """torchao 0.12's config: grouped products in float8 with one scale per row; linear layers in high precision."""
+    """torchao 0.12's config, with the scaling types of 0.13: quantized grouped products; linear layers in high
+    precision."""
 
+    scaling_type: MoEScalingType = MoEScalingType.FP8_ROWWISE
     out_dtype = torch.bfloat16
 
     def grouped_recipe(self) -> Recipe:
+        if self.scaling_type is MoEScalingType.MXFP8:
+            return mxfp8(ScaleCalculationMode.RCEIL, False)
         return get_recipe("rowwise")

@@ -1,1 +1,0 @@
-"""Weights as torchao packed them for one kernel or GPU: their packings, classes and configs."""

@@ -1,1 +1,0 @@
-"""torchao.prototype.parq: training whose weights move gradually onto a quantization grid."""

@@ -1,1 +1,0 @@
-"""torchao.sparsity and torchao.prototype.sparsity: masks, pruning, block-sparse weights."""
