@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .core.formats import Format, get_format
     from .core.spec import ActivationSpec, QuantSpec
     from .core.tensor import AffineQuantizedTensor
-    from .graph_mode import lower
+    from .export.lower_graph import lower
     from .inference import FrozenLinear, Recommendation, explain, freeze_, fuse_, recommend, thaw_, together
     from .integrations.transformers import PennyweightConfig as PennyweightConfig
     from .io import CheckpointError, Opened, convert, flatten, open, push_to_hub, quantize_checkpoint, save, unflatten
@@ -172,7 +172,8 @@ _HOMES = {
     "ActivationSpec": "core.spec", "AffineQuantizedTensor": "core.tensor", "ArgumentError": "core.errors",
     "FallbackError": "core.fallback", "FallbackWarning": "core.fallback", "Format": "core.formats",
     "PennyweightConfig": "integrations.transformers", "QuantSpec": "core.spec", "fallbacks": "core.fallback",
-    "get_format": "core.formats", "lower": "graph_mode", "reset_fallbacks": "core.fallback", "strict": "core.fallback",
+    "get_format": "core.formats", "lower": "export.lower_graph", "reset_fallbacks": "core.fallback",
+    "strict": "core.fallback",
 }  # fmt: skip
 
 

@@ -33,22 +33,6 @@ def _register_with_accelerate() -> None:
     import_module(".integrations.accelerate", _PACKAGE).register()
 
 
-def _register_torchao_reader() -> None:
-    from .io.detect_format import EXTERNAL_READERS, ExternalReader
-
-    def reading() -> Any:  # torchao's files need torchao's class names; imported when a file needs them
-        return import_module(".compat.torchao.reading", _PACKAGE)
-
-    EXTERNAL_READERS.append(
-        ExternalReader(
-            "torchao",
-            "tensor_names",
-            lambda checkpoint, config: reading().open_safetensors(checkpoint, config),
-            lambda path, mmap: reading().open_pickle(path, mmap),
-        )
-    )
-
-
 def _register_model_libraries() -> None:
     from .quantize.save_pretrained import LIBRARIES, Library
 
@@ -86,5 +70,4 @@ after_import("accelerate.utils.modeling", _register_with_accelerate)
 after_import("torch.onnx", lambda: import_module(".export.torch_onnx", _PACKAGE).explain_failures())
 distributed_hooks.load_with(lambda: import_module(".distributed.dispatch", _PACKAGE))
 # Tables of lower layers with entries from higher ones, filled as soon as their module is imported
-after_import(f"{_PACKAGE}.io.detect_format", _register_torchao_reader)
 after_import(f"{_PACKAGE}.quantize.save_pretrained", _register_model_libraries)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from ..core.arguments import check_arguments
@@ -17,27 +16,7 @@ from .strict_json import resolve_inside
 
 GGUF_MAGIC = b"GGUF"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
-
-
-@dataclass(frozen=True)
-class ExternalReader:
-    """A reader in a layer above this one, which registers it in ``EXTERNAL_READERS``: it needs that layer's classes.
-
-    format        its name in ``Opened.format`` and as quant_method of config.json
-    metadata_key  a key in the metadata of its safetensors files, by which they are recognized
-    safetensors   opens a checkpoint with that key, given config.json
-    pickle        opens a file of torch.save; mmap: see :func:`open`
-
-    Both raise only CheckpointError.
-    """
-
-    format: str
-    metadata_key: str
-    safetensors: Callable[[Checkpoint, Mapping[str, Any] | None], Opened]
-    pickle: Callable[[str, bool], Opened]
-
-
-EXTERNAL_READERS: list[ExternalReader] = []  # filled by the package's __init__ when this module is imported
+TORCHAO_KEY = "tensor_names"  # in the metadata of its safetensors files
 
 
 @check_arguments()
@@ -79,7 +58,9 @@ def _open(path: str, allow_pickle: bool, mmap: bool) -> Opened:
             raise CheckpointError(
                 path, None, "is a pickle, which can run code: pass allow_pickle=True if you trust its source"
             )
-        return EXTERNAL_READERS[0].pickle(path, mmap)
+        from .codecs.torchao import reading  # also reads plain state dicts
+
+        return reading.open_pickle(path, mmap)
     checkpoint = open_once(path, mmap)
     try:
         return _safetensors(checkpoint)
@@ -120,14 +101,15 @@ def _safetensors(c: Checkpoint) -> Opened:
     entries = {name: c.entry(name) for name in c.where}
     if not c.manifest.tensors:
         named = method.get("quant_method")
-        for reader in EXTERNAL_READERS:
-            if any(reader.metadata_key in file.metadata for file in c.files):
-                if named not in (None, METHOD, reader.format):
-                    raise CheckpointError(
-                        c.path, None, f"its metadata describe tensors of {reader.format}, config.json says "
-                        f"quant_method {str(named)[:60]!r}"
-                    )  # fmt: skip
-                return reader.safetensors(c, config)
+        if any(TORCHAO_KEY in file.metadata for file in c.files):
+            if named not in (None, METHOD, "torchao"):
+                raise CheckpointError(
+                    c.path, None, f"its metadata describe tensors of torchao, config.json says "
+                    f"quant_method {str(named)[:60]!r}"
+                )  # fmt: skip
+            from .codecs.torchao import reading
+
+            return reading.open_safetensors(c, config)
         for codec in CODECS:
             if codec.claims(method, entries):
                 return open_safetensors(c, codec, method, config)

@@ -1,0 +1,169 @@
+"""MX training of torchao 0.9 to 0.12: MXLinear and its config, over our recipes of low-precision training.
+
+    output       y  = x · wᵀ    grad_input   gx = g · w     grad_weight   gw = gᵀ · x
+
+Each operand is quantized along the contracted axis, in blocks under scales rounded down ("mx_floor"). An axis that the
+block does not divide is padded; torchao raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pennyweight.core.spec import QuantSpec
+from pennyweight.io.codecs.torchao.mx import E8M0_SCALE
+from pennyweight.planning.configs import AOBaseConfig
+from pennyweight.planning.module_handlers import register_quantize_module_handler
+from pennyweight.training import Gemm, LowPrecisionLinear, Operand, Recipe
+from pennyweight.training.low_precision.functional import linear
+
+from ..enums import MXGemmKernelChoice, MXLinearRecipeName
+from .checks import check_kernel_choice
+from .constants import BLOCK_SIZE_DEFAULT, DTYPE_TO_SHORT_STR, element
+from .inference import MXInferenceLinear, MXInferenceLinearConfig
+
+__all__ = [
+    "MXInferenceLinearConfig", "MXLinear", "MXLinearConfig", "mx_mm", "replace_with_custom_fn_if_matches_filter",
+    "swap_linear_with_mx_inference_linear", "swap_linear_with_mx_linear",
+]  # fmt: skip
+
+
+@dataclass
+class MXLinearConfig(AOBaseConfig):
+    """Elements of inputs, weights and gradients. A GPU kernel choice is checked as in torchao and has no effect."""
+
+    block_size: int = BLOCK_SIZE_DEFAULT
+    elem_dtype: Any = torch.float8_e4m3fn
+    elem_dtype_weight_override: Any = None
+    elem_dtype_grad_output_override: Any = None
+    gemm_kernel_choice: MXGemmKernelChoice = MXGemmKernelChoice.EMULATED
+    use_fp8_dim1_cast_triton_kernel: bool = False
+    use_fp4_custom_triton_dequant_kernel: bool = False
+
+    def __post_init__(self) -> None:
+        element(self.elem_dtype)
+        check_kernel_choice(self.gemm_kernel_choice, self.block_size, self.elem_dtype)
+        for name in ("elem_dtype_weight_override", "elem_dtype_grad_output_override"):
+            given = getattr(self, name)
+            if given is None:
+                continue
+            element(given)
+            if self.gemm_kernel_choice is not MXGemmKernelChoice.EMULATED:
+                raise AssertionError(f"{name} needs gemm_kernel_choice EMULATED, got {self.gemm_kernel_choice}")
+
+    @staticmethod
+    def from_recipe_name(recipe_name: MXLinearRecipeName | str) -> MXLinearConfig:
+        """The config of a recipe. Raises AssertionError for another name."""
+        names = [name.value for name in MXLinearRecipeName]
+        if isinstance(recipe_name, str) and recipe_name not in names:
+            raise AssertionError(f"recipe_name {recipe_name} not in valid names {names}")
+        fmt, _, kernel = MXLinearRecipeName(recipe_name).value.partition("_")
+        elem = torch.float8_e4m3fn if fmt == "mxfp8" else torch.float4_e2m1fn_x2
+        return MXLinearConfig(elem_dtype=elem, gemm_kernel_choice=MXGemmKernelChoice(kernel))
+
+    def short_str(self) -> str:
+        """The config in a few words, for the layer's repr."""
+        text = f"bl_sz={self.block_size}, lp_dtype={DTYPE_TO_SHORT_STR[self.elem_dtype]}"
+        for name, short in (("weight", "w"), ("grad_output", "go")):
+            other = getattr(self, f"elem_dtype_{name}_override")
+            text += "" if other is None else f", lp_{short}_override={DTYPE_TO_SHORT_STR[other]}"
+        text += f", kernel={self.gemm_kernel_choice.value}"
+        for name in ("use_fp8_dim1_cast_triton_kernel", "use_fp4_custom_triton_dequant_kernel"):
+            text += f", {name}=True" if getattr(self, name) else ""
+        return text
+
+    def recipe(self) -> Recipe:
+        """Our recipe."""
+        weight, grad = self.elem_dtype_weight_override, self.elem_dtype_grad_output_override
+        return _recipe(self.elem_dtype, weight or self.elem_dtype, grad or self.elem_dtype, self.block_size)
+
+
+def _recipe(in_elem: Any, w_elem: Any, grad_elem: Any, block_size: int) -> Recipe:
+    x, w, g = (
+        Operand(QuantSpec(element(e), (block_size,), E8M0_SCALE), "mx_floor") for e in (in_elem, w_elem, grad_elem)
+    )
+    return Recipe("torchao.mx", Gemm(x, w), Gemm(g, w), Gemm(g, x))
+
+
+class mx_mm:
+    """The product of a linear layer and its gradients, in MX: call ``mx_mm.apply``."""
+
+    @staticmethod
+    def apply(
+        input_hp: Tensor, weight_hp: Tensor, in_elem_dtype: Any, w_elem_dtype: Any, grad_elem_dtype: Any,
+        block_size: int, gemm_kernel_choice: Any = MXGemmKernelChoice.EMULATED,
+        use_fp8_dim1_cast_triton_kernel: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """input [.., K] @ weight [N, K].T. The last two arguments have no effect."""
+        return linear(input_hp, weight_hp, None, _recipe(in_elem_dtype, w_elem_dtype, grad_elem_dtype, block_size))
+
+
+class MXLinear(LowPrecisionLinear):
+    """nn.Linear whose three products are computed in MX; ``config`` has the elements."""
+
+    config: MXLinearConfig
+
+    @classmethod
+    def from_float(cls, mod: nn.Linear, config: MXLinearConfig | None = None) -> MXLinear:
+        """``mod`` itself, with this class. Raises AssertionError for anything but an nn.Linear."""
+        config = MXLinearConfig() if config is None else config
+        if not isinstance(mod, nn.Linear) or not isinstance(config, MXLinearConfig):
+            raise AssertionError(
+                f"MXLinear.from_float takes an nn.Linear and an MXLinearConfig, got {type(mod).__name__} and "
+                f"{type(config).__name__}"
+            )
+        mod.__class__ = cls
+        mod.config, mod.recipe = config, config.recipe()  # type: ignore[assignment]
+        return mod  # type: ignore[return-value]
+
+    def extra_repr(self) -> str:
+        return f"{nn.Linear.extra_repr(self)}, {self.config.short_str()}"
+
+
+@register_quantize_module_handler(MXLinearConfig)
+def _mx_linear(module: nn.Module, config: MXLinearConfig) -> nn.Module:
+    return MXLinear.from_float(module, config)  # type: ignore[arg-type]
+
+
+# -- swapping layers (0.9) ---------------------------------------------------------------------------------------------
+
+Filter = Callable[[nn.Module, str], bool]
+
+
+def replace_with_custom_fn_if_matches_filter(
+    model: nn.Module, replacement_fn: Callable[[Any], nn.Module], filter_fn: Filter, cur_fqn: str = ""
+) -> None:
+    """Replace each child that ``filter_fn(child, name)`` selects by ``replacement_fn(child)``; in place. Names are
+    prefixed by ``cur_fqn``. The model itself is not replaced, nor is anything inside a replaced module."""
+    for name, child in list(model.named_children()):
+        fqn = f"{cur_fqn}.{name}" if cur_fqn else name
+        if filter_fn(child, fqn):
+            setattr(model, name, replacement_fn(child))
+        else:
+            replace_with_custom_fn_if_matches_filter(child, replacement_fn, filter_fn, fqn)
+
+
+def _swap(model: nn.Module, into: Callable[[Any], nn.Module], filter_fn: Filter | None) -> None:
+    def wanted(module: nn.Module, fqn: str) -> bool:
+        return isinstance(module, nn.Linear) and (filter_fn is None or filter_fn(module, fqn))
+
+    replace_with_custom_fn_if_matches_filter(model, into, wanted)
+
+
+def swap_linear_with_mx_linear(
+    model: nn.Module, *, config: MXLinearConfig | None = None, filter_fn: Filter | None = None
+) -> None:
+    """Linear layers, which ``filter_fn(layer, name)`` may select, become MXLinear; in place."""
+    _swap(model, lambda mod: MXLinear.from_float(mod, config), filter_fn)
+
+
+def swap_linear_with_mx_inference_linear(
+    model: nn.Module, *, config: Any = None, filter_fn: Filter | None = None
+) -> None:
+    """Linear layers, which ``filter_fn(layer, name)`` may select, become MXInferenceLinear; in place."""
+    _swap(model, lambda mod: MXInferenceLinear.from_float(mod, config), filter_fn)

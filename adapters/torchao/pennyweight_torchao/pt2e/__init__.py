@@ -1,0 +1,1 @@
+"""torchao's names for quantization of exported graphs; the arithmetic is in :mod:`pennyweight_torchao.graph_mode`."""

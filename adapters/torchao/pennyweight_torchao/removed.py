@@ -1,0 +1,190 @@
+"""Table of torchao names that are not served, with what to use instead.
+
+Served is what named clients import: transformers, diffusers, PEFT, accelerate, vLLM, torchtune, ExecuTorch, torchtitan,
+axolotl, Unsloth, and the tutorials and README of torchao 0.8 to 0.18 (``tests/torchao/clients.py``). The rest are
+torchao's own prototypes, test rigs, benchmarks and kernels for one GPU.
+"""
+# ruff: noqa: E501 - rows of a table
+
+from __future__ import annotations
+
+_QAT = "quantize_ with pennyweight.QATConfig, which accepts every config"
+_SPARSE = "pennyweight.sparsify_, which sets weights to zero; quantize_ keeps them at zero, and sparse weights are stored dense"
+_SCRIPTS = "torchvision's reference scripts, from which it was taken"
+_GPTQ = 'pennyweight.quantize_(model, config, calibration=batches, algorithm="gptq")'
+_AWQ = 'AWQConfig, or pennyweight.quantize_(model, config, calibration=batches, algorithm="awq")'
+_SMOOTH = (
+    'SmoothQuantConfig with a step, or pennyweight.quantize_(model, config, calibration=batches, algorithm="smooth")'
+)
+_TRAIN = "quantize_ with a config of pennyweight.training: Float8TrainingConfig, Int8MixedPrecisionTrainingConfig, MXTrainingConfig"
+_BLOCKS = "pennyweight.training.grouped_mm or linear with recipe 'blockwise'; Float8WeightOnlyConfig(granularity=PerBlock(...)) for inference"
+_ATTENTION = "F.scaled_dot_product_attention, in the dtype of its inputs; QuantizedCache stores keys and values in 8 bits or less"
+_DELAYED = "scales are recomputed in each product, ScalingType.DYNAMIC: no history is kept or synchronized"
+_GROUPED = "pennyweight.training.grouped_mm, which quantizes its operands itself and takes the rows of each expert"
+_GPU = "F.linear with a quantized weight: it was a kernel for one GPU"
+_AUTO = "pennyweight.recommend, which times the configs on your model, or pennyweight.search for bits per layer"
+_PARQ = "pennyweight.optim.QuantOptimizer"
+_PACKED = "a config of the same width; weights are packed for the processor that they are on"
+_CODEBOOK = 'pennyweight.quantize_(model, config, algorithm="kmeans") with a learned table of 1 to 4 bits'
+_OLD_WEIGHTS = "quantize_ with Int8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig or Int4WeightOnlyConfig"
+_OBSERVED = "Int8StaticActivationInt8WeightConfig with pennyweight.quantize_(model, config, calibration=batches)"
+_TESTS = "your own tests: it was a test rig of torchao"
+_INTX = "IntxWeightOnlyConfig with torch.int1 to torch.int8"
+_HANDLER = "call the operator on the tensor: it handled one operator inside"
+
+# Path of a module, which stands for what is below it, too -> replacement.
+MODULES: dict[str, str] = {
+    "dtypes.affine_quantized_tensor_ops": "pennyweight.register_quantize_module_handler, or a kernel of your own in pennyweight's table",
+    "dtypes.fbgemm_fp8_tensor": "Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())",
+    "dtypes.fbgemm_int4_tensor": "Int4WeightOnlyConfig",
+    "dtypes.uintx.block_sparse_layout": _SPARSE,
+    "dtypes.uintx.dyn_int8_act_int4_wei_cpu_layout": "Int8DynamicActivationInt4WeightConfig",
+    "dtypes.uintx.gemlite_layout": "UIntXWeightOnlyConfig",
+    "dtypes.uintx.int4_xpu_layout": "Int4WeightOnlyConfig",
+    "dtypes.uintx.marlin_qqq_tensor": "Int8DynamicActivationInt4WeightConfig",
+    "dtypes.uintx.marlin_sparse_layout": _SPARSE,
+    "dtypes.uintx.semi_sparse_layout": _SPARSE,
+    "dtypes.uintx.uint4_layout": "IntxWeightOnlyConfig(torch.int4)",
+    "experimental": "the configs of torchao.quantization, which run everywhere",
+    "float8": _TRAIN,
+    "float8.inductor_utils": _DELAYED,
+    "float8.roofline_utils": "a measurement, pennyweight doctor --bench",
+    "float8.stateful_float8_linear": _DELAYED,
+    "kernel": "torchao.kernel.intmm",
+    "kernel.blockwise_quantization": _BLOCKS,
+    "prototype.attention": _ATTENTION,
+    "prototype.autoround": 'pennyweight.quantize_(model, config, calibration=batches, algorithm="reconstruct")',
+    "prototype.blockwise_fp8": _BLOCKS,
+    "prototype.blockwise_fp8_inference": _BLOCKS,
+    "prototype.blockwise_fp8_training": _BLOCKS,
+    "prototype.common": "torch.profiler",
+    "prototype.dora": "PEFT's LoraConfig(use_dora=True) over a quantized model",
+    "prototype.dtypes": _INTX,
+    "prototype.float8_opaque_tensor": "Float8DynamicActivationFloat8WeightConfig",
+    "prototype.float8nocompile": _TRAIN,
+    "prototype.fp8_sdpa_inference": _ATTENTION,
+    "prototype.galore": "pennyweight.optim.AdamW8bit, or the galore_torch package",
+    "prototype.gptq.gptq_example": _GPTQ,
+    "prototype.hqq": 'pennyweight.quantize_(model, config, algorithm="hqq")',
+    "prototype.inductor": "torch.compile: its graphs hold pennyweight's products as operators, so no pass has to find them; pennyweight.fuse_ joins layers",
+    "prototype.moe_quant": "pennyweight.quantize_, which quantizes the weights of experts [E, N, K]",
+    "prototype.moe_training": _GROUPED,
+    "prototype.mx_formats.fp_format_spec": "pennyweight.get_format",
+    "prototype.mx_formats.mx_funcs": _HANDLER,
+    "prototype.mx_formats.mx_ops": _HANDLER,
+    "prototype.paretoq": _QAT,
+    "prototype.parq": _PARQ,
+    "prototype.pat": "pennyweight.optim.PruneOptimizer",
+    "prototype.profiler": "torch.profiler",
+    "prototype.quant_logger": "pennyweight.compare, which measures the error of each layer",
+    "prototype.quantization.autoquant_v2": _AUTO,
+    "prototype.quantization.codebook": _CODEBOOK,
+    "prototype.quantization.codebook_coreml": _CODEBOOK,
+    "prototype.quantization.codebook_groupwise": _CODEBOOK,
+    "prototype.quantization.codebook_utils": _CODEBOOK,
+    "prototype.quantization.dynamic_activation_lut": "Int8DynamicActivationIntxWeightConfig",
+    "prototype.quantization.float8_static_quant": "Float8StaticActivationFloat8WeightConfig",
+    "prototype.quantization.gguf": "pennyweight convert MODEL FILE.gguf",
+    "prototype.quantization.int8_lut_tensor": "Int8DynamicActivationIntxWeightConfig",
+    "prototype.quantization.module_swap": "quantize_, which keeps the modules",
+    "prototype.quantization.subgraph_utils": "pennyweight.recommend",
+    "prototype.quantization.uintx": "UIntXWeightOnlyConfig",
+    "prototype.quantized_training": _TRAIN,
+    "prototype.scaled_grouped_mm": _GROUPED,
+    "prototype.sparsity": _SPARSE,
+    "prototype.spinquant._hadamard_matrices": "torchao.prototype.spinquant.hadamard_utils.get_hadK",
+    "prototype.splitk": _GPU,
+    "quantization.GPTQ_MT": _GPTQ,
+    "quantization.autoquant": _AUTO,
+    "quantization.dynamic_quant": _OLD_WEIGHTS,
+    "quantization.linear_activation_scale": _SMOOTH,
+    "quantization.linear_activation_weight_observed_tensor": _OBSERVED,
+    "quantization.marlin_qqq": "Int8DynamicActivationInt4WeightConfig",
+    "quantization.pt2e.inductor_passes": "pennyweight.lower; torch.compile, whose own passes fuse quantized layers",
+    "quantization.quantize_.int4_groupwise_preshuffle_tensor": "Int4WeightOnlyConfig",
+    "quantization.quantize_.workflows.int4.int4_marlin_sparse_tensor": _SPARSE,
+    "quantization.quantize_.workflows.intx.intx_unpacked_tensor": "IntxUnpackedToInt8Tensor",
+    "quantization.smoothquant": _SMOOTH,
+    "quantization.subclass": _OLD_WEIGHTS,
+    "quantization.weight_only": _OLD_WEIGHTS,
+    "quantization.weight_tensor_linear_activation_quantization": _OBSERVED,
+    "sparsity": _SPARSE,
+    "sparsity.prototype.superblock.utils": _SCRIPTS,
+    "swizzle": "nothing: it reordered weights for AMD GPUs",
+    "testing": _TESTS,
+}  # fmt: skip
+
+# A name in any module, "module.name", or "module.*" for a module's other names -> replacement.
+NAMES: dict[str, str] = {
+    **dict.fromkeys(
+        ["ALL_AUTOQUANT_CLASS_LIST", "DEFAULT_AUTOQUANT_CLASS_LIST", "DEFAULT_FLOAT_AUTOQUANT_CLASS_LIST", "DEFAULT_INT4_AUTOQUANT_CLASS_LIST", "DEFAULT_SPARSE_AUTOQUANT_CLASS_LIST", "GEMLITE_INT4_AUTOQUANT_CLASS_LIST", "OTHER_AUTOQUANT_CLASS_LIST", "autoquant"],
+        _AUTO,
+    ),
+    **dict.fromkeys(
+        ["GPTQQuantizer", "Int4WeightOnlyGPTQQuantizer", "Int8DynActInt4WeightGPTQQuantizer", "MultiTensor", "MultiTensorInputRecorder", "StateDictManager", "GenericGPTQRunner"],
+        _GPTQ,
+    ),
+    **dict.fromkeys(["AWQUIntXConfig", "awq_uintx", "insert_awq_observer_"], _AWQ),
+    **dict.fromkeys(
+        ["SmoothFakeDynQuantMixin", "SmoothFakeDynamicallyQuantizedLinear", "get_scale", "insert_smooth_quant_observer_", "load_smooth_quant_recipe", "save_smooth_quant_recipe", "set_smooth_fq_attribute", "smooth_fq_linear_to_inference", "smooth_quant", "swap_linear_with_smooth_fq_linear", "to_weight_tensor_with_linear_activation_scale_metadata"],
+        _SMOOTH,
+    ),
+    **dict.fromkeys(
+        ["WeightOnlyInt8QuantLinear", "DynamicallyPerAxisQuantizedLinear", "change_linear_weights_to_int8_dqtensors", "change_linear_weights_to_int8_woqtensors", "change_linear_weights_to_int4_woqtensors", "Int8DynamicallyQuantizedLinearWeight", "Int8WeightOnlyQuantizedLinearWeight", "Int4WeightOnlyQuantizedLinearWeight", "QuantizedLinearWeightBase"],
+        _OLD_WEIGHTS,
+    ),
+    **dict.fromkeys(["insert_observers_", "LinearActivationWeightObservedTensor"], _OBSERVED),
+    **dict.fromkeys(
+        ["apply_fake_sparsity", "semi_sparse_weight", "semi_structured_sparsify", "sparsify_", "int8_dynamic_activation_int8_semi_sparse_weight"],
+        _SPARSE,
+    ),
+    **dict.fromkeys(["MarlinQQQTensor", "to_marlinqqq_quantized_intx"], "Int8DynamicActivationInt4WeightConfig"),
+    **dict.fromkeys(["FbgemmConfig", "FbgemmInt4Tensor", "to_fbgemm_int4", "Int4GroupwisePreshuffleTensor"], "Int4WeightOnlyConfig"),
+    **dict.fromkeys(["FbgemmFp8Tensor", "to_fbgemm_fp8"], "Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())"),
+    **dict.fromkeys(
+        ["PackedLinearInt8DynamicActivationIntxWeightAQTTensorImpl", "Target", "make_packed_linear_int8_dynamic_activation_intx_weight_tensor", "target_from_str", "target_to_str", "to_affine_quantized_packed_linear_int8_dynamic_activation_intx_weight"],
+        "Int8DynamicActivationIntxWeightConfig",
+    ),
+    **dict.fromkeys(
+        ["FloatxTensorCoreAQTTensorImpl", "from_scaled_tc_floatx", "pack_tc_floatx", "to_scaled_tc_floatx", "unpack_tc_floatx"],
+        "FPXWeightOnlyConfig",
+    ),
+    **dict.fromkeys(["abs_lsh", "abs_rsh", "DummyModule", "get_out_shape", "profiler_runner", "_apply_logging_hook"], "a line of your own"),
+    **dict.fromkeys(["skip_if_compute_capability_less_than", "skip_if_no_cuda", "skip_if_rocm", "skip_if_xpu"], "unittest.skipIf, pytest.mark.skipif"),
+    "Int4MarlinSparseTensor": _SPARSE,
+    "IntxUnpackedTensor": "IntxUnpackedToInt8Tensor",
+    "Int4WeightOnlyOpaqueTensorConfig": "Int4WeightOnlyConfig",
+    "prototype.moe_training.mxfp8_grouped_mm.round_up": "torchao.utils.round_up",
+    "dtypes.floatx.float8_layout.*": "Float8Tensor; scales have an axis for each of the tensor's",
+    "prototype.quantized_training.int8_mm.*": "scaled_int8_mm, which runs on every device",
+    **dict.fromkeys(
+        [f"float8{end}.*" for end in ("", ".config", ".float8_linear_utils", ".float8_scaling_utils", ".float8_utils")], _DELAYED
+    ),
+    "float8.fsdp_utils.*": "fully_shard(model), which gathers weights in their own dtype",
+    "kernel.*": _GPU,
+    "ops.*": "F.linear with a quantized weight: these operators are those of torchao's own kernels and their packings",
+    "experimental.quant_api.*": "the configs of torchao.quantization, which run everywhere",
+    "prototype.dtypes.*": _INTX,
+    "prototype.moe_training.*": _GROUPED,
+    "prototype.mx_formats.mx_tensor.*": _HANDLER,
+    "prototype.mx_formats.nvfp4_tensor.*": _HANDLER,
+    "prototype.quantization.*": "UIntXWeightOnlyConfig; Int8DynamicActivationIntxWeightConfig",
+    "prototype.quantization.quant_api.*": "UIntXWeightOnlyConfig; Float8StaticActivationFloat8WeightConfig",
+    "quantization.pt2e.convert.*": "convert_pt2e",
+    "quantization.quant_api.*": "register_quantize_module_handler",
+}  # fmt: skip
+
+
+def why_missing(module: str, name: str | None) -> str | None:
+    """The message about a missing module (``name`` None) or a name in a served one; None if there is none.
+
+    A module is looked up by its path and its parents', a name by its path, then alone, then by its module.
+    """
+    if name is None:
+        parts = module.split(".")
+        found = [MODULES.get(".".join(parts[:end])) for end in range(len(parts), 0, -1)]
+    else:
+        path = f"{module}.{name}".lstrip(".")  # of a name, or of a submodule that its package is asked for
+        found = [NAMES.get(path), MODULES.get(path), NAMES.get(name), NAMES.get(f"{module}.*")]
+    instead = next((text for text in found if text), None)
+    return instead and f"torchao has or had it, pennyweight does not serve it; use instead: {instead}"

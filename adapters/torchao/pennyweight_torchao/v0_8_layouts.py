@@ -1,0 +1,301 @@
+"""Layouts and tensor impls of torchao 0.8 to 0.17, which described the memory layout of its AffineQuantizedTensor.
+
+Our tensors are packed for the kernel that runs, so a layout here is only a label: it is accepted, derived from the
+spec, and returned by ``_layout``. Layouts of GPU-specific kernels are treated as requests for int4 or float8.
+
+Packed codes: UintxTensor's shards of 4, 2 and 1 bits, UInt4Tensor's nibbles. A shard of e bits splits the packed axis
+into 8 / e consecutive chunks and stores chunk j at bit e * j of its bytes. The lowest bits of the codes are the first
+shard. Nibbles lie along the last axis, the first in the high half.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pennyweight.algorithms.sparsify import prune
+from pennyweight.core.formats import E4M3, E5M2, Format
+from pennyweight.core.tensor import AffineQuantizedTensor, PlainView
+from pennyweight.io.codecs.torchao.affine_quantized import UintxTensor, numbits, shifts, unpack
+from pennyweight.io.codecs.torchao.tensor_class import Shell, ShellMeta
+
+from .enums import Float8MMConfig
+from .qparams import require
+
+__all__ = [
+    "AQTTensorImpl", "BlockSparseLayout", "CutlassInt4PackedLayout", "CutlassSemiSparseLayout", "Float8AQTTensorImpl",
+    "Float8Layout", "FloatxTensorCoreLayout", "Int4CPUAQTTensorImpl", "Int4CPULayout", "Int4XPULayout",
+    "Int8DynamicActInt4WeightCPULayout", "Layout", "MarlinQQQLayout", "MarlinSparseLayout",
+    "PackedLinearInt8DynamicActivationIntxWeightLayout", "PlainAQTTensorImpl", "PlainLayout", "QDQLayout",
+    "QDQTensorImpl", "SemiSparseLayout", "TensorCoreTiledAQTTensorImpl", "TensorCoreTiledLayout", "UintxAQTTensorImpl",
+    "UintxLayout", "UintxTensor", "dequantize_per_tensor_uint4", "down_size", "get_tensor_impl_constructor",
+    "layout_of", "maskbits", "numbits", "pack", "pack_cpu", "pack_uint4", "quantize_per_tensor_uint4",
+    "register_layout", "shifts", "to_uintx", "unpack", "unpack_cpu", "unpack_uint4", "up_size",
+]  # fmt: skip
+
+# -- packed codes ------------------------------------------------------------------------------------------------------
+
+maskbits = {
+    bits: tuple(((1 << e) - 1) << s for e, s in zip(widths, shifts[bits], strict=True))
+    for bits, widths in numbits.items()
+}
+
+
+def pack(data: Tensor, elem_size: int, dim: int = -1) -> tuple[Tensor, ...]:
+    """Shards of codes below 2**elem_size. data: uint8, a multiple of 8 long along ``dim``; elem_size: 1 to 7.
+
+    Raises AssertionError for another dtype or length and KeyError for another element size.
+    """
+    require(data.shape[dim] % 8 == 0, f"pack dimension size ({data.shape[dim]}) is not divisible by 8")
+    require(data.dtype == torch.uint8, f"data must be uint8, got {data.dtype}")
+    shards = []
+    for e, shift in zip(numbits[elem_size], shifts[elem_size], strict=True):
+        bits = (data >> shift) & ((1 << e) - 1)
+        shard = torch.zeros_like(bits.narrow(dim, 0, data.shape[dim] * e // 8))
+        for j, chunk in enumerate(bits.chunk(8 // e, dim)):
+            shard |= chunk << (e * j)
+        shards.append(shard)
+    return tuple(shards)
+
+
+def pack_cpu(data: Tensor, elem_size: int, dim: int = -1) -> list[Tensor]:
+    """:func:`pack`, as a list."""
+    return list(pack(data, elem_size, dim))
+
+
+def unpack_cpu(data: Sequence[Tensor], elem_size: int, dim: int = -1) -> Tensor:
+    """:func:`unpack`, along the last axis by default."""
+    return unpack(data, elem_size, dim)
+
+
+# -- nibbles -----------------------------------------------------------------------------------------------------------
+
+
+def down_size(size: Sequence[int]) -> tuple[int, ...]:
+    """The shape packed. Raises AssertionError where the last axis is odd."""
+    require(size[-1] % 2 == 0, f"{tuple(size)} last dim not divisible by two")
+    return (*size[:-1], size[-1] // 2)
+
+
+def up_size(size: Sequence[int]) -> tuple[int, ...]:
+    """The shape unpacked."""
+    return (*size[:-1], size[-1] * 2)
+
+
+def pack_uint4(uint8_data: Tensor) -> Tensor:
+    """uint8 codes [.., n] below 16 -> bytes [.., n / 2]. Raises AssertionError where n is odd."""
+    down_size(uint8_data.shape)
+    return uint8_data[..., ::2] << 4 | uint8_data[..., 1::2]
+
+
+def unpack_uint4(uint8_data: Tensor) -> Tensor:
+    """Bytes [.., n] -> uint8 codes [.., 2 n]."""
+    return torch.stack([uint8_data >> 4, uint8_data & 15], -1).reshape(up_size(uint8_data.shape))
+
+
+def quantize_per_tensor_uint4(input: Tensor, scale: float, zero_point: int) -> Tensor:
+    """Packed codes clamp(round(x * (1 / scale)) + zero_point, 0, 15)."""
+    codes = ((input * (1.0 / scale)).round() + zero_point).clamp(0, 15)
+    return pack_uint4(codes.to(torch.uint8))
+
+
+def dequantize_per_tensor_uint4(input: Tensor, scale: float, zero_point: int) -> Tensor:
+    """(code - zero_point) * scale in float32."""
+    return (unpack_uint4(input).to(torch.float32) - zero_point) * scale
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Base of the layouts."""
+
+    def pre_process(self, input: Tensor) -> Tensor:
+        """Preprocessing of a float tensor before it is quantized."""
+        return input
+
+    def pre_process_static(
+        self, input: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.pre_process(input), scale, zero_point
+
+    def post_process(
+        self, input: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Postprocessing of codes, scale and zero point before they are stored."""
+        return input, scale, zero_point
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
+
+class _Sparse2to4(Layout):
+    """Weights with two zeros in every four inputs. Here they are stored dense, with their zeros."""
+
+    sparsity = "2:4"
+
+    def pre_process(self, input: Tensor) -> Tensor:
+        """A copy of the weight whose two smallest magnitudes of every four inputs are zero."""
+        return prune(input.detach(), self.sparsity)
+
+
+def _layout(name: str, doc: str, *members: Any, base: type = Layout) -> Any:
+    """A layout class; members: (name, type) or (name, type, default)."""
+    members = tuple((m[0], m[1], field(default=m[2])) if len(m) == 3 else m for m in members)
+    space = {"__module__": __name__, "__doc__": doc}
+    return make_dataclass(name, members, bases=(base,), namespace=space, frozen=True, repr=False)
+
+
+PlainLayout = _layout("PlainLayout", "One code per element.")
+QDQLayout = _layout("QDQLayout", "Plain codes, dequantized before each product.")
+Int4CPULayout = _layout("Int4CPULayout", "4-bit weights for a CPU.")
+Int4XPULayout = _layout("Int4XPULayout", "4-bit weights for an Intel GPU.")
+Int8DynamicActInt4WeightCPULayout = _layout(
+    "Int8DynamicActInt4WeightCPULayout", "4-bit weights with 8-bit activations for a CPU."
+)
+TensorCoreTiledLayout = _layout(
+    "TensorCoreTiledLayout", "4-bit weights for NVIDIA's tensor cores.", ("inner_k_tiles", int, 8)
+)
+UintxLayout = _layout(
+    "UintxLayout", "uint1 to uint7 weights packed along an axis.", ("dtype", Any), ("pack_dim", int, -1)
+)
+Float8Layout = _layout("Float8Layout", "float8 weights.", ("mm_config", Float8MMConfig | None, None))
+FloatxTensorCoreLayout = _layout(
+    "FloatxTensorCoreLayout", "Floats of 3 to 6 bits for NVIDIA's tensor cores.", ("ebits", int), ("mbits", int)
+)
+CutlassInt4PackedLayout = _layout("CutlassInt4PackedLayout", "Signed 4-bit weights for CUTLASS.")
+PackedLinearInt8DynamicActivationIntxWeightLayout = _layout(
+    "PackedLinearInt8DynamicActivationIntxWeightLayout", "int1 to int8 weights with 8-bit activations for ARM.",
+    ("target", Any, "auto"),
+)  # fmt: skip
+MarlinQQQLayout = _layout("MarlinQQQLayout", "4-bit weights with 8-bit activations for Marlin.")
+MarlinSparseLayout = _layout("MarlinSparseLayout", "2:4 sparse 4-bit weights, symmetric.", base=_Sparse2to4)
+SemiSparseLayout = _layout("SemiSparseLayout", "2:4 sparse 8-bit weights.", base=_Sparse2to4)
+CutlassSemiSparseLayout = _layout("CutlassSemiSparseLayout", "2:4 sparse float8 weights.", base=_Sparse2to4)
+BlockSparseLayout = _layout(
+    "BlockSparseLayout", "8-bit weights without their blocks of zeros; here stored dense.", ("blocksize", int, 64)
+)
+
+
+def small_float_bits(fmt: Format) -> tuple[int, int] | None:
+    """(exponent bits, mantissa bits) of a float of at most 6 bits; None for other formats."""
+    found = re.fullmatch(r"e(\d)m(\d)", fmt.name)
+    return (int(found[1]), int(found[2])) if found is not None and fmt.bits < 8 else None
+
+
+def layout_of(w: AffineQuantizedTensor) -> Layout:
+    """The layout torchao would use for this format on a CPU."""
+    spec = w.spec
+    if spec.format in (E4M3, E5M2):
+        return Float8Layout()
+    if small_float_bits(spec.format) is not None and spec.block == (-1,) and isinstance(spec.scale, torch.dtype):
+        return FloatxTensorCoreLayout(*small_float_bits(spec.format))
+    if spec.offset is not None and spec.format.bits == 4:
+        return Int4CPULayout()
+    if spec.format.kind == "int" and spec.format.lo == 0 and spec.format.bits < 8 and not spec.mid:
+        return UintxLayout(getattr(torch, spec.format.name))
+    return PlainLayout()
+
+
+# -- tensor impls ----------------------------------------------------------------------------------------------------
+
+
+class ImplMeta(ShellMeta):
+    """isinstance() of a tensor's ``tensor_impl`` tests the layout torchao would use."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, (PlainView, Pieces)) and cls.shows(instance)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Plain parts of a user-created impl, for building a tensor."""
+
+    int_data: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    _layout: Layout
+
+    def get_plain(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.int_data, self.scale, self.zero_point
+
+    def get_layout(self) -> Layout:
+        return self._layout
+
+
+class AQTTensorImpl(Shell, metaclass=ImplMeta):
+    """Base of torchao's impls. ``Impl(int_data, scale, zero_point, _layout)`` keeps the parts for
+    AffineQuantizedTensor; an unpickled one keeps its attributes until its tensor is built."""
+
+    layouts: tuple[type, ...] = (Layout,)
+
+    @classmethod
+    def shows(cls, view: Any) -> bool:
+        layout = view._layout if isinstance(view, Pieces) else layout_of(view._tensor)
+        return isinstance(layout, cls.layouts)
+
+    @classmethod
+    def build(cls, int_data: Tensor, scale: Tensor, zero_point: Tensor | None, _layout: Layout) -> Pieces:
+        return Pieces(int_data, scale, zero_point, _layout)
+
+    @classmethod
+    def from_plain(cls, data: Tensor, scale: Tensor, zero_point: Tensor | None, _layout: Layout) -> Pieces:
+        return cls.build(data, scale, zero_point, _layout)
+
+
+def _impl(name: str, doc: str, *layouts: type) -> Any:
+    """The impl class of some layouts; ``doc`` lists its members in torchao."""
+    return ImplMeta(name, (AQTTensorImpl,), {"__module__": __name__, "__doc__": doc, "layouts": layouts})
+
+
+PlainAQTTensorImpl = _impl("PlainAQTTensorImpl", "int_data, scale, zero_point.", PlainLayout, QDQLayout)
+QDQTensorImpl = _impl("QDQTensorImpl", "int_data, scale, zero_point.", PlainLayout, QDQLayout)
+UintxAQTTensorImpl = _impl("UintxAQTTensorImpl", "int_data (a UintxTensor), scale, zero_point.", UintxLayout)
+Float8AQTTensorImpl = _impl("Float8AQTTensorImpl", "float8_data, scale, transposed.", Float8Layout)
+Int4CPUAQTTensorImpl = _impl("Int4CPUAQTTensorImpl", "packed_weight, scale_and_zero, transposed.", Int4CPULayout)
+TensorCoreTiledAQTTensorImpl = _impl(
+    "TensorCoreTiledAQTTensorImpl", "packed_weight in the order of NVIDIA's tensor cores, scale_and_zero.",
+    TensorCoreTiledLayout,
+)  # fmt: skip
+
+
+def to_uintx(tensor: Tensor, dtype: Any, pack_dim: int = -1) -> Tensor:
+    """The codes unchanged: packing happens when a weight is built. Raises ValueError beyond the dtype's range."""
+    bits = int(str(dtype).rpartition("uint")[2])
+    if bool((tensor >= 1 << bits).any()):
+        raise ValueError(f"to_uintx: codes up to {int(tensor.max())} do not fit {dtype}")
+    return tensor.to(torch.uint8)
+
+
+_IMPLS: dict[type, Any] = {}
+
+
+def get_tensor_impl_constructor(layout_class: type) -> Any:
+    """``from_plain`` of the impl of a layout. Raises ValueError for one without."""
+    impl = _IMPLS.get(layout_class)
+    if impl is None:
+        impl = next((i for i in AQTTensorImpl.__subclasses__() if layout_class in i.layouts), None)
+    if impl is None:
+        raise ValueError(f"layout {layout_class.__name__} has no tensor impl; register one with @register_layout")
+    return impl.from_plain
+
+
+def register_layout(layout_class: type) -> Any:
+    """Decorator for the impl of a user-defined layout. Its ``from_plain`` is called with codes, scale and zero point,
+    and the result of its ``get_plain`` is stored; for your own packing and kernel, register a Layout and a Kernel of
+    pennyweight (docs/tutorials/my_kernel.md)."""
+
+    def add(impl: Any) -> Any:
+        _IMPLS[layout_class] = impl
+        return impl
+
+    return add

@@ -1,0 +1,249 @@
+"""Groupwise, per-token and packing helpers: shapes, errors, n_bit, zero-point domains, settings left alone."""
+
+import pytest
+import torch
+
+from pennyweight_torchao.enums import MappingType, ZeroPointDomain
+from pennyweight_torchao.groupwise import (
+    compute_error,
+    get_group_qparams_symmetric,
+    get_groupwise_affine_qparams,
+    group_quantize_tensor_symmetric,
+    groupwise_affine_dequantize_tensor,
+    groupwise_affine_dequantize_tensor_from_qparams,
+    groupwise_affine_quantize_tensor,
+    groupwise_affine_quantize_tensor_from_qparams,
+    pack_tinygemm_scales_and_zeros,
+    recommended_inductor_config_setter,
+    unpack_tinygemm_scales_and_zeros,
+)
+from pennyweight_torchao.int8_matmul import (
+    _get_per_token_block_size,
+    _quant_int8_dynamic_per_token_linear,
+    _quant_int8_per_token_matmul,
+    _quantize_activation_per_token_absmax,
+    dequantize_per_channel,
+    dequantize_per_tensor,
+    dynamically_quantize_per_channel,
+    per_token_dynamic_quant,
+)
+from pennyweight_torchao.v0_8_layouts import (
+    dequantize_per_tensor_uint4,
+    pack,
+    pack_cpu,
+    pack_uint4,
+    quantize_per_tensor_uint4,
+    unpack,
+    unpack_cpu,
+    unpack_uint4,
+)
+
+INT, FLOAT, NONE = ZeroPointDomain.INT, ZeroPointDomain.FLOAT, ZeroPointDomain.NONE
+
+
+@pytest.fixture
+def w() -> torch.Tensor:
+    return torch.randn(8, 96, generator=torch.Generator().manual_seed(7))
+
+
+def test_error_in_decibels() -> None:
+    x = torch.tensor([3.0, 4.0])
+    assert float(compute_error(x, x * 0.9)) == pytest.approx(20.0, abs=1e-4)
+    assert compute_error(x, x) == torch.inf
+
+
+@pytest.mark.parametrize("n_bit", [2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tinygemm_round_trip(w: torch.Tensor, n_bit: int, dtype: torch.dtype) -> None:
+    codes, packed = groupwise_affine_quantize_tensor(w, n_bit, 32, dtype)
+    assert (codes.dtype, codes.shape, int(codes.max())) == (torch.int32, w.shape, 2**n_bit - 1)
+    assert (packed.dtype, packed.shape) == (dtype, (3, 8, 2))
+    back = groupwise_affine_dequantize_tensor(codes, packed, n_bit, 32)
+    assert back.dtype is dtype
+    assert compute_error(w, back.float()) > 6.02 * n_bit - (6 if dtype is torch.float32 else 16)
+
+
+@pytest.mark.parametrize("preserve_zero", [False, True])
+@pytest.mark.parametrize("domain", [INT, FLOAT])
+def test_zero_point_domains(w: torch.Tensor, domain: ZeroPointDomain, preserve_zero: bool) -> None:
+    w = w + 8  # zero lies outside of the groups
+    scale, zero = get_groupwise_affine_qparams(w, 4, 32, torch.float32, domain, preserve_zero)
+    assert scale.shape == zero.shape == (8, 3)
+    assert zero.dtype is (torch.int32 if domain is INT else torch.float32)
+    codes = groupwise_affine_quantize_tensor_from_qparams(w, scale, zero, 4, 32, domain)
+    back = groupwise_affine_dequantize_tensor_from_qparams(codes, scale, zero, 4, 32, domain)
+    held = domain is FLOAT or preserve_zero  # an integer zero point within the codes cannot shift the range so far
+    assert (compute_error(w, back) > 24) == held
+
+
+def test_no_zero_point(w: torch.Tensor) -> None:
+    """torchao refuses this domain by a slip of the pen."""
+    positive = w.abs()
+    scale = positive.reshape(8, 3, 32).amax(2) / 15
+    codes = groupwise_affine_quantize_tensor_from_qparams(positive, scale, None, 4, 32, NONE)
+    back = groupwise_affine_dequantize_tensor_from_qparams(codes, scale, None, 4, 32, NONE)
+    assert compute_error(positive, back) > 20
+
+
+def test_short_rows_are_one_group() -> None:
+    w = torch.randn(4, 16)
+    codes, packed = groupwise_affine_quantize_tensor(w, 4, 128, torch.float32)
+    assert packed.shape == (1, 4, 2)
+    assert compute_error(w, groupwise_affine_dequantize_tensor(codes, packed, 4, 128)) > 20
+    column = groupwise_affine_quantize_tensor_from_qparams(w[:, :1], packed[0, :, :1], packed[0, :, 1:], 4, 128)
+    assert torch.equal(column, codes[:, :1])
+
+
+def test_errors_of_groups(w: torch.Tensor) -> None:
+    for bad in ({"groupsize": 36}, {"groupsize": 1}, {"n_bit": 9}):
+        with pytest.raises(AssertionError):
+            get_groupwise_affine_qparams(w, **bad)
+        with pytest.raises(AssertionError):
+            get_group_qparams_symmetric(w, **bad)
+    with pytest.raises(AssertionError, match="expected a matrix"):
+        get_groupwise_affine_qparams(w[0])
+    scale, zero = get_groupwise_affine_qparams(w, 4, 32)
+    with pytest.raises(AssertionError, match="does not divide"):
+        groupwise_affine_quantize_tensor_from_qparams(w, scale, zero, 4, 128)
+    with pytest.raises(ValueError, match="zeros to have dtype"):
+        groupwise_affine_quantize_tensor(w, 4, 32, torch.float32, INT)
+    with pytest.raises(ValueError, match=r"scales to have dtype torch\.float32, but got torch\.bfloat16"):
+        pack_tinygemm_scales_and_zeros(scale, zero, torch.float32)
+    with pytest.raises(ValueError, match="scales to have size"):
+        pack_tinygemm_scales_and_zeros(scale, zero[:, :2])
+    with pytest.raises(AssertionError, match=r"expected scales and zeros"):
+        unpack_tinygemm_scales_and_zeros(scale)
+
+
+def test_tinygemm_packing() -> None:
+    scale, zero = torch.arange(12.0).reshape(2, 2, 3), -torch.arange(12.0).reshape(2, 2, 3)
+    packed = pack_tinygemm_scales_and_zeros(scale, zero, torch.float32)
+    assert packed.shape == (2, 3, 2, 2)
+    assert packed[1, 2, 0].tolist() == [8.0, -8.0]
+    for part, want in zip(unpack_tinygemm_scales_and_zeros(packed), (scale, zero), strict=True):
+        assert torch.equal(part, want.unsqueeze(-1))
+
+
+@pytest.mark.parametrize("n_bit", range(2, 9))
+@pytest.mark.parametrize("mapping", [MappingType.SYMMETRIC, MappingType.SYMMETRIC_NO_CLIPPING_ERR])
+def test_group_symmetric_obeys_n_bit(w: torch.Tensor, n_bit: int, mapping: MappingType) -> None:
+    """torchao has four bits whatever is asked for."""
+    codes, scale, zero = group_quantize_tensor_symmetric(w, n_bit, 32, mapping_type=mapping)
+    assert codes.dtype is torch.int8
+    assert not zero.any()
+    low, high = -(2 ** (n_bit - 1)), 2 ** (n_bit - 1) - 1
+    assert low <= int(codes.min()) <= low + 1
+    assert int(codes.max()) == high
+    assert compute_error(w, codes * scale.repeat_interleave(32, 1)) > 6.02 * n_bit - 9
+
+
+def test_group_symmetric_refuses_nan(w: torch.Tensor) -> None:
+    w[0, 0] = torch.nan
+    with pytest.raises(AssertionError, match="NaN"):
+        group_quantize_tensor_symmetric(w, 4, 32)
+
+
+# -- tokens and channels -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_absmax_by_token(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 3, 33).to(dtype)
+    x[0, 0] = 0
+    codes, scale = _quantize_activation_per_token_absmax(x)
+    assert (codes.shape, scale.shape) == (x.shape, (2, 3))
+    assert scale.dtype is (torch.float32 if dtype is torch.float16 else dtype)
+    assert codes.abs().amax(-1).flatten()[1:].min() >= (127 if dtype is torch.float32 else 126)
+    assert not codes[0, 0].any()
+    assert _get_per_token_block_size(x) == [1, 1, 33]
+    back = per_token_dynamic_quant(x)
+    assert back.dtype is dtype
+    assert compute_error(x.float(), back.float()) > 38
+
+
+def test_int8_linear() -> None:
+    x, w, bias = torch.randn(2, 5, 40), torch.randn(7, 40), torch.randn(7)
+    codes, scale, zero = dynamically_quantize_per_channel(w, -128, 127, torch.int8)
+    assert (scale.shape, zero.dtype) == ((7,), torch.int64)
+    torch.testing.assert_close(dequantize_per_channel(codes, scale, zero), codes * scale.unsqueeze(1))
+    y = _quant_int8_dynamic_per_token_linear(x, codes.t(), scale, bias, torch.float32)
+    assert compute_error(torch.nn.functional.linear(x, w, bias), y) > 35
+    with pytest.raises(AssertionError, match="x dtype"):
+        _quant_int8_per_token_matmul(x, scale, codes.t(), scale)
+    with pytest.raises(AssertionError, match="x_scales"):
+        _quant_int8_per_token_matmul(codes, scale.half(), codes.t(), scale)
+    with pytest.raises(AssertionError, match="2d"):
+        dynamically_quantize_per_channel(x, -128, 127, torch.int8)
+    with pytest.raises(AssertionError, match="2d"):
+        dequantize_per_channel(codes[0], scale, zero)
+    with pytest.raises(AssertionError, match="scale size"):
+        dequantize_per_tensor(codes, scale, zero)
+    assert torch.equal(dequantize_per_tensor(codes, scale[:1], None), codes * scale[0])
+
+
+# -- packing -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", range(1, 8))
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_shards_round_trip(bits: int, dim: int) -> None:
+    codes = torch.randint(0, 1 << bits, (8, 24, 16), dtype=torch.uint8)
+    shards = pack(codes, bits, dim)
+    assert sum(shard.numel() for shard in shards) * 8 == codes.numel() * bits
+    assert torch.equal(unpack(shards, bits, dim), codes)
+    assert all(torch.equal(a, b) for a, b in zip(pack_cpu(codes, bits, dim), shards, strict=True))
+    assert torch.equal(unpack_cpu(shards, bits, dim), codes)
+
+
+def test_shards_compiled() -> None:
+    codes = torch.randint(0, 32, (8, 16), dtype=torch.uint8)
+
+    def round_trip(codes: torch.Tensor) -> torch.Tensor:
+        return unpack(pack(codes, 5, -1), 5, -1)
+
+    assert torch.equal(torch.compile(round_trip, fullgraph=True, backend="eager")(codes), codes)
+
+
+def test_shards_by_hand() -> None:
+    """Six bits: the low four of chunks of half the axis, then the high two of chunks of a quarter."""
+    codes = torch.tensor([0x30, 0x29, 0x17, 0x05, 0x20, 0x16, 0x09, 0x22], dtype=torch.uint8)
+    low, high = pack(codes, 6)
+    assert low.tolist() == [0x00, 0x69, 0x97, 0x25]
+    assert high.tolist() == [0b00100111, 0b10010010]
+
+
+def test_errors_of_packing() -> None:
+    with pytest.raises(AssertionError, match="not divisible by 8"):
+        pack(torch.zeros(12, dtype=torch.uint8), 4)
+    with pytest.raises(AssertionError, match="must be uint8"):
+        pack(torch.zeros(8), 4)
+    with pytest.raises(AssertionError, match="2 shards"):
+        unpack((torch.zeros(4, dtype=torch.uint8),), 6)
+    with pytest.raises(AssertionError, match="last dim"):
+        pack_uint4(torch.zeros(2, 3, dtype=torch.uint8))
+
+
+def test_uint4() -> None:
+    codes = torch.randint(0, 16, (4, 3, 10), dtype=torch.uint8)
+    packed = pack_uint4(codes)
+    assert torch.equal(packed, codes[..., ::2] * 16 + codes[..., 1::2])
+    assert torch.equal(unpack_uint4(packed), codes)
+    assert torch.equal(unpack_uint4(pack_uint4(codes.transpose(0, 2))), codes.transpose(0, 2))
+    x = torch.linspace(-1, 1, 16)
+    back = dequantize_per_tensor_uint4(quantize_per_tensor_uint4(x, 2 / 15, 8), 2 / 15, 8)
+    assert (back - x).abs().max() < 2 / 15
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def test_inductor_settings_leave_float32_products_alone() -> None:
+    from torch._inductor import config
+
+    before = torch.get_float32_matmul_precision()
+    with config.patch(coordinate_descent_tuning=False, force_fuse_int_mm_with_mul=False):
+        recommended_inductor_config_setter()
+        assert config.coordinate_descent_tuning
+        assert config.force_fuse_int_mm_with_mul
+        assert config.triton.unique_kernel_names
+    assert torch.get_float32_matmul_precision() == before

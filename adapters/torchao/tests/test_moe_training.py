@@ -1,0 +1,283 @@
+"""torchao.prototype.moe_training: expert layers with low-precision products."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from pennyweight.training import grouped_mm
+
+TOLD = load_file(Path(__file__).parent / "golden" / "torchao_0.18_moe_training.safetensors")
+E4M3 = torch.float8_e4m3fn
+pytestmark = pytest.mark.usefixtures("torchao")
+
+
+def error(got: Tensor, told: Tensor) -> float:
+    got, told = got.detach().float(), told.detach().float()
+    return float((got - told).norm() / told.norm())
+
+
+@pytest.mark.parametrize("mode", ["RCEIL", "FLOOR"])
+@pytest.mark.parametrize("high", [False, True])
+def test_mxfp8_products_are_torchaos(mode: str, high: bool) -> None:
+    from torchao.prototype.moe_training import _to_mxfp8_then_scaled_grouped_mm
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+
+    a, b = TOLD["x"].bfloat16().requires_grad_(), TOLD["w"].bfloat16().requires_grad_()
+    y = _to_mxfp8_then_scaled_grouped_mm(
+        a, b.transpose(-2, -1), TOLD["ends"], wgrad_with_hp=high, scale_calculation_mode=ScaleCalculationMode[mode]
+    )
+    y.backward(TOLD["g"].bfloat16())
+    for name, value in (("y", y), ("x", a.grad), ("w", b.grad)):
+        told = TOLD[f"mxfp8.{mode.lower()}.{int(high)}.{name}"]
+        assert value.dtype is told.dtype is torch.bfloat16
+        assert error(value, told) < 2e-3  # both round to bfloat16
+
+
+def test_float8_products() -> None:
+    from torchao.prototype.moe_training import _scaled_grouped_mm, _to_fp8_rowwise_then_scaled_grouped_mm
+
+    x, w, ends = torch.randn(50, 24), torch.randn(3, 24, 7), torch.tensor([11, 11, 45], dtype=torch.int32)
+    told = grouped_mm(x, w, ends, "rowwise")
+    got = _to_fp8_rowwise_then_scaled_grouped_mm(x, w, ends, torch.float32)
+    assert torch.equal(got, told)
+    assert torch.equal(_scaled_grouped_mm(x, w, ends), told.bfloat16())
+    assert _to_fp8_rowwise_then_scaled_grouped_mm(x, w, ends, None).dtype is torch.float32
+    other = _to_fp8_rowwise_then_scaled_grouped_mm(x, w, ends, torch.float32, torch.float8_e5m2)
+    assert 0.01 < error(other, told) < 0.2
+    with pytest.raises(ValueError, match="offs must be the end of each expert's rows"):
+        _scaled_grouped_mm(x, w)
+    with pytest.raises(ValueError, match=r"float8_e4m3fn or float8_e5m2, got torch\.int8"):
+        _to_fp8_rowwise_then_scaled_grouped_mm(x, w, ends, None, torch.int8)
+
+
+def test_bias_and_quantized_tokens() -> None:
+    from torchao.prototype.moe_training import _to_mxfp8_then_scaled_grouped_mm
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+    x, w, ends = TOLD["x"], TOLD["w"].transpose(-2, -1), TOLD["ends"]
+    plain = _to_mxfp8_then_scaled_grouped_mm(x, w, ends, out_dtype=torch.float32)
+    shared, each = torch.randn(32), torch.randn(3, 32)
+    y = _to_mxfp8_then_scaled_grouped_mm(x, w, ends, shared, torch.float32)
+    assert torch.equal(y, plain + shared)
+    y = _to_mxfp8_then_scaled_grouped_mm(x, w, ends, each, torch.float32)
+    torch.testing.assert_close(y, plain + each.repeat_interleave(32, 0))
+    tokens = MXTensor.to_mx(x, E4M3, 32, ScaleCalculationMode.RCEIL)
+    assert torch.equal(_to_mxfp8_then_scaled_grouped_mm(tokens, w, ends, out_dtype=torch.float32), plain)
+
+
+def test_configs() -> None:
+    from torchao.prototype.moe_training.config import (
+        Float8TrainingOpConfig,
+        Float8TrainingRecipe,
+        MXFP8TrainingOpConfig,
+        MXFP8TrainingRecipe,
+        TrainingOpBaseConfig,
+    )
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    assert Float8TrainingOpConfig.from_recipe(Float8TrainingRecipe.FP8_ROWWISE) == Float8TrainingOpConfig()
+    assert Float8TrainingOpConfig().linear_recipe().name == "rowwise"
+    assert Float8TrainingOpConfig(float8_linear_recipe="tensorwise").linear_recipe().name == "tensorwise"
+    made = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_RCEIL_WGRAD_WITH_HP)
+    assert made.wgrad_with_hp
+    assert not made.grouped_recipe().grad_weight.quantized
+    emulated = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe("mxfp8_emulated_rceil"))
+    assert emulated.kernel_preference is KernelPreference.EMULATED
+    assert emulated != MXFP8TrainingOpConfig()
+    assert hash(MXFP8TrainingOpConfig()) == hash(MXFP8TrainingOpConfig())
+    assert isinstance(made, TrainingOpBaseConfig)
+    for call, kind, words in (
+        (lambda: Float8TrainingOpConfig.from_recipe("fp8"), ValueError, "Unsupported FP8 recipe"),
+        (lambda: MXFP8TrainingOpConfig.from_recipe("mx"), ValueError, "Unsupported MXFP8 recipe"),
+        (lambda: Float8TrainingOpConfig(float8_linear_recipe="blockwise"), AssertionError, "not in valid names"),
+    ):
+        with pytest.raises(kind, match=words):
+            call()
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(3, *size) / 6) for size in ((32, 48), (48, 32)))
+        self.shared = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        hidden = F.silu(torch._grouped_mm(x, self.up, offs=ends)).to(x.dtype)
+        return torch._grouped_mm(hidden, self.down, offs=ends) + self.shared(x)
+
+
+CONFIGS = ("Float8TrainingOpConfig", "MXFP8TrainingOpConfig", "MoETrainingConfig")
+
+
+def converted(model: nn.Module, name: str) -> nn.Module:
+    from torchao.prototype.moe_training.config import Float8TrainingOpConfig, MXFP8TrainingOpConfig
+    from torchao.prototype.moe_training.conversion_utils import MoETrainingConfig
+    from torchao.quantization import quantize_
+
+    made = {c.__name__: c for c in (Float8TrainingOpConfig, MXFP8TrainingOpConfig, MoETrainingConfig)}[name]
+    model = copy.deepcopy(model)
+    quantize_(model, made(), filter_fn=lambda module, fqn: fqn == "experts")
+    return model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_is_converted_and_trains(name: str, tmp_path: Path) -> None:
+    from torchao.prototype.moe_training.tensor import TrainingWeightWrapperBaseTensor, unwrap_weight
+
+    torch.manual_seed(0)
+    plain = nn.ModuleDict({"experts": Experts(), "head": nn.Linear(32, 32)})
+    x, ends = torch.randn(64, 32), torch.tensor([16, 16, 64], dtype=torch.int32)
+    model = converted(plain, name)
+    experts: Any = model["experts"]
+    assert all(isinstance(p, TrainingWeightWrapperBaseTensor) for p in experts.parameters())
+    assert type(model["head"].weight) is nn.Parameter
+    assert torch.equal(unwrap_weight(experts.up), plain["experts"].up)
+    y, told = experts(x, ends), plain["experts"](x, ends)
+    assert 0.01 < error(y, told) < 0.1
+    assert torch.equal(experts.shared(x), plain["experts"].shared(x)) is (name == "MoETrainingConfig")
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(15):
+        loss = (model["head"](model["experts"](x, ends).float()) - x).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        assert type(experts.up.grad) is Tensor
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.6 * losses[0]
+    torch.save(model.state_dict(), tmp_path / "m.pt")
+    again = converted(plain, name)
+    again.load_state_dict(torch.load(tmp_path / "m.pt", weights_only=True))
+    assert torch.equal(again["experts"](x, ends), experts(x, ends))
+
+
+def test_conversion_by_name() -> None:
+    from torchao.prototype.moe_training.config import Float8TrainingOpConfig
+    from torchao.prototype.moe_training.conversion_utils import _swap_params
+    from torchao.prototype.moe_training.tensor import Float8TrainingWeightWrapperTensor
+
+    model = nn.ModuleDict({"experts": Experts(), "other": Experts()})
+    _swap_params(
+        model, module_filter_fn=lambda module, fqn: fqn == "experts", config=Float8TrainingOpConfig(),
+        target_parameter_name="up",
+    )  # fmt: skip
+    found = [n for n, p in model.named_parameters() if isinstance(p, Float8TrainingWeightWrapperTensor)]
+    assert found == ["experts.up"]
+    with pytest.raises(ValueError, match="Unsupported config type"):
+        _swap_params(model, config=object())
+
+
+def test_mxfp8_layers() -> None:
+    from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear, _to_mxfp8_then_scaled_mm
+
+    plain, x = nn.Linear(64, 32), torch.randn(2, 5, 64)
+    layer = MXFP8Linear.from_float(plain, wgrad_with_hp=True)
+    assert layer.weight is plain.weight
+    assert not layer.recipe.grad_weight.quantized
+    told = _to_mxfp8_then_scaled_mm(x, plain.weight) + plain.bias
+    torch.testing.assert_close(layer(x), told)
+    assert 0.01 < error(layer(x), plain(x).detach()) < 0.1
+
+
+@pytest.mark.parametrize("power", [0, 1])
+def test_casts_per_group_are_torchaos(power: int) -> None:
+    from torchao.prototype.moe_training import utils
+
+    x, g, w, ends = TOLD["x"], TOLD["g"], TOLD["w"], TOLD["ends"]
+    columns = utils.torch_to_float8_per_group_colwise(x, ends, E4M3, bool(power))
+    rows = utils.torch_to_float8_per_group_rowwise(g.t(), ends, E4M3, bool(power))
+    cube = utils.torch_to_3d_rowwise_float8_transpose_rhs(w.transpose(-2, -1), E4M3, bool(power))
+    for name, (codes, scale) in (("columns", columns), ("rows", rows), ("cube", cube)):
+        assert torch.equal(codes.view(torch.uint8), TOLD[f"{name}.{power}.codes"])
+        assert torch.equal(scale, TOLD[f"{name}.{power}.scale"])
+
+
+def test_groups_of_tokens() -> None:
+    from torchao.prototype.moe_training.utils import generate_jagged_offs, pad_token_groups, unpad_token_groups
+
+    ends = torch.tensor([10, 10, 57, 96], dtype=torch.int32)
+    padded, starts, stops = pad_token_groups(TOLD["x"], ends, 16)
+    for name, value in (("padded", padded), ("starts", starts), ("stops", stops)):
+        assert torch.equal(value, TOLD[name])
+    assert torch.equal(unpad_token_groups(padded, ends, starts, 96, 16), TOLD["x"])
+    with pytest.raises(RuntimeError, match="expected 95 tokens but got 96"):
+        unpad_token_groups(padded, ends, starts, 95, 16)
+    made = generate_jagged_offs(4, 256, multiple_of=32, device="cpu")
+    assert made.tolist() == sorted(made.tolist())
+    assert made[-1] == 256
+    assert bool((made % 32 == 0).all())
+    assert made.dtype is torch.int32
+    for arguments in ((4, 100), (9, 256)):
+        with pytest.raises(ValueError, match=r"divisible by 32|larger than"):
+            generate_jagged_offs(*arguments, device="cpu")
+
+
+# -- NVFP4 -------------------------------------------------------------------------------------------------------------
+
+
+def test_hadamard_matrices() -> None:
+    from torchao.prototype.moe_training.nvfp4_training.hadamard_utils import (
+        get_hadamard_matrix,
+        get_rht_matrix,
+        get_wgrad_sign_vector,
+    )
+
+    h = get_hadamard_matrix(16, "cpu")
+    assert h.dtype is torch.bfloat16
+    assert torch.equal(h.abs(), torch.full((16, 16), 0.25, dtype=torch.bfloat16))
+    assert torch.equal((h @ h.t()).float(), torch.eye(16))
+    assert (4 * h[5]).tolist() == [1, -1, 1, -1, -1, 1, -1, 1, 1, -1, 1, -1, -1, 1, -1, 1]
+    signs = get_wgrad_sign_vector(16, "cpu", torch.int8)
+    assert set(signs.tolist()) <= {-1, 1}
+    told = torch.diag(signs.float()) @ h.float()
+    assert torch.equal(get_rht_matrix(tuple(signs.tolist()), "cpu", torch.float32, 16), told)
+    with pytest.raises(ValueError, match="Only hadamard dimension 16"):
+        get_hadamard_matrix(32, "cpu")
+    with pytest.raises(ValueError, match="length 16, got 2"):
+        get_rht_matrix((1, -1), "cpu", torch.float32, 16)
+
+
+def test_nvfp4_layers_train() -> None:
+    from torchao.prototype.moe_training.nvfp4_training.nvfp4_linear import nvfp4_linear
+    from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import NVFP4Linear, NVFP4TrainingConfig
+    from torchao.quantization import quantize_
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 32))
+    x = torch.randn(64, 48)
+    plain, weight = model(x), model[0].weight
+    signs = [1, -1] * 8
+    quantize_(model, NVFP4TrainingConfig(rht_sign_vector=signs))
+    assert [type(m) for m in model] == [NVFP4Linear, nn.GELU, NVFP4Linear]
+    assert model[0].weight is weight
+    assert model[0].rht_sign_vector == tuple(signs)
+    assert 0.02 < error(model(x), plain) < 0.3
+    y = nvfp4_linear(x, model[0].weight, model[0].bias, sign_vector=torch.tensor(signs))
+    assert torch.equal(y, model[0](x))
+
+    def gradient(seed: list[int] | None) -> Tensor:
+        w = weight.detach().clone().requires_grad_()
+        nvfp4_linear(x, w, sign_vector=seed).square().sum().backward()
+        return w.grad
+
+    assert torch.equal(gradient(signs), gradient(signs))
+    assert not torch.equal(gradient(signs), gradient([1] * 16))
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=5e-3), []
+    for _ in range(25):
+        loss = (model(x) - x[:, :32].sin()).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.6 * losses[0]
+    with pytest.raises(ValueError, match="shard the converted layers with parallelize_module"):
+        NVFP4TrainingConfig(process_group=object())
+    for wrong in ([1, -1], [2] * 16):
+        with pytest.raises(ValueError, match="must have 16 elements, each -1 or 1"):
+            NVFP4TrainingConfig(rht_sign_vector=wrong)

@@ -1,0 +1,363 @@
+"""torchao.utils: measuring, sizes, questions about the machine, unwrapping."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import pennyweight as pw
+from pennyweight_torchao import hardware, tools
+from pennyweight_torchao.base_tensor import TorchAOBaseTensor
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def test_benchmark_model_counts_milliseconds_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 3.0])
+    monkeypatch.setattr(tools.time, "perf_counter", lambda: next(clock))
+    calls = []
+
+    class Model(nn.Module):
+        def forward(self, x: int, y: int = 0) -> None:
+            calls.append((x, y))
+
+    assert tools.benchmark_model(Model(), 4, (1,), {"y": 2}) == 500.0
+    assert calls == [(1, 2)] * 4
+
+
+def test_benchmark_model_refuses() -> None:
+    with pytest.raises(TypeError, match="pass device_type"):
+        tools.benchmark_model(lambda: None, 1)
+    assert tools.benchmark_model(lambda: None, 1, device_type="cpu") >= 0
+    with pytest.raises(ValueError, match="at least 1"):
+        tools.benchmark_model(nn.Identity(), 0, (1,))
+    two = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
+    with pytest.raises(AssertionError, match="meta"):
+        tools.benchmark_model(two, 1)
+    assert tools._assert_and_get_unique_device(nn.Identity()) is None
+
+
+def test_microseconds() -> None:
+    calls = []
+    took = tools.benchmark_torch_function_in_microseconds(lambda x, y: calls.append(x * y), 2, y=3)
+    assert 0 < took < 1e4
+    assert set(calls) == {6}
+
+
+def test_profiler_runner_writes_a_trace(tmp_path: Path) -> None:
+    x = torch.randn(4, 4)
+    assert torch.equal(tools.profiler_runner(tmp_path / "trace.json", torch.matmul, x, x), x @ x)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert any(event.get("name") == "aten::mm" for event in events)
+
+
+def test_compute_max_diff() -> None:
+    assert tools.compute_max_diff(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])).item() == 0.25
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+def test_model_size() -> None:
+    linear = nn.Linear(64, 32)
+    assert tools.get_model_size_in_bytes(linear) == 4 * (64 * 32 + 32)
+    model = nn.Sequential(nn.Embedding(10, 64), linear, nn.Linear(32, 10), nn.BatchNorm1d(10))
+    model[0].register_buffer("table", torch.zeros(3, dtype=torch.int8))
+    rest = 4 * (64 * 32 + 32 + 32 * 10 + 10 + 4 * 10) + 8
+    assert tools.get_model_size_in_bytes(model) == rest + 4 * 640 + 3
+    assert tools.get_model_size_in_bytes(model, ignore_embeddings=True) == rest
+
+
+def test_model_size_counts_what_is_stored_once() -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    model[1].weight = model[0].weight
+    assert tools.get_model_size_in_bytes(model) == 4 * 64 * 64
+    pw.quantize_(model, pw.Int8WeightOnlyConfig())
+    assert tools.get_model_size_in_bytes(model) == 64 * 64 + 4 * 64
+    nf4 = nn.Sequential(nn.Linear(256, 64, bias=False))
+    pw.quantize_(nf4, pw.NF4WeightOnlyConfig())
+    assert tools.get_model_size_in_bytes(nf4) == nf4[0].weight.nbytes
+
+
+def test_small_arithmetic() -> None:
+    for n in range(40):
+        for args in ((), (4,), (4, 6), (5, 1)):
+            want = next(m for m in range(n, n + 100) if all(m % a == 0 for a in args))
+            assert tools.find_multiple(n, *args) == want
+        assert tools.ceil_div(n, 7) == math.ceil(n / 7)
+        assert tools.round_up(n, 7) == 7 * math.ceil(n / 7)
+    assert tools.get_out_shape((2, 3, 8), (5, 8)) == (2, 3, 5)
+    assert tools.get_out_shape((8,), (5, 8)) == (5,)
+
+
+# -- operators and modules ---------------------------------------------------------------------------------------------
+
+
+def test_fill_defaults() -> None:
+    assert tools.fill_defaults([1, 2, 3], 5, [3, 4, 5]) == [1, 2, 3, 4, 5]
+    assert tools.fill_defaults([1, 2, 3], 5, [None, None, None]) == [1, 2, 3, None, None]
+    assert tools.fill_defaults((1, 2), 2, [5]) == [1, 2]
+    assert tools.fill_defaults((1, 2, 3), 2, [5]) == [1, 2, 3]
+    with pytest.raises(RuntimeError, match="got 1 of 4 arguments"):
+        tools.fill_defaults([1], 4, [2, 3])
+
+
+@pytest.mark.parametrize("decomposed", [True, False])
+def test_register_custom_op(decomposed: bool) -> None:
+    name = f"pennyweight_test_{decomposed}"
+    lib = torch.library.Library(name, "FRAGMENT")
+
+    @tools._register_custom_op(lib, decomposed)
+    def _twice_plus(x: torch.Tensor, y: float = 1.0) -> torch.Tensor:
+        return 2 * x + y
+
+    if not decomposed:
+        tools._register_meta_op(lib, "twice_plus")(lambda x, y=1.0: torch.empty_like(x))
+    op = getattr(torch.ops, name).twice_plus
+    x = torch.randn(3)
+    assert _twice_plus is op
+    assert torch.equal(op(x), 2 * x + 1)
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return op(x, 3.0)
+
+    exported = torch.export.export(Model(), (x,))
+    assert op.default in [node.target for node in exported.graph.nodes]
+    torch.testing.assert_close(exported.module()(x), 2 * x + 3)
+    torch.testing.assert_close(torch.compile(Model(), fullgraph=True)(x), 2 * x + 3)
+    with pytest.raises(ValueError, match="<lambda>"):
+        tools._register_custom_op(lib)(lambda x: x)
+
+
+def test_register_as_pytree_constant() -> None:
+    @tools.register_as_pytree_constant
+    class Constant:
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Constant)
+
+        def __hash__(self) -> int:
+            return 1
+
+    leaves, spec = torch.utils._pytree.tree_flatten([Constant(), 3])
+    assert leaves == [3]
+    assert torch.utils._pytree.tree_unflatten([4], spec) == [Constant(), 4]
+
+
+def test_dummy_module() -> None:
+    weight = nn.Parameter(torch.randn(2, 3))
+    module = tools.DummyModule(weight)
+    assert module.weight is weight
+    assert module.bias is None
+    assert list(module.parameters()) == [weight]
+
+
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "asked", "want"),
+    [
+        ("2.5.0a0+git9f17037", "2.5.0", False),
+        ("2.5.0a0+git9f17037", "2.4.0", True),
+        ("2.5.0.dev20240708+cu121", "2.5.0", False),
+        ("2.5.0.dev20240708+cu121", "2.4.0", True),
+        ("2.5.0rc1", "2.5.0", False),
+        ("2.5.0+cu121", "2.5.0", True),
+        ("2.10.0", "2.9.1", True),
+        ("2.4.0", "2.5.0", False),
+    ],
+)
+def test_versions_are_compared_as_numbers(torch_version: str, asked: str, want: bool) -> None:
+    with patch("torch.__version__", torch_version):
+        assert hardware.torch_version_at_least(asked) is want
+        assert hardware.check_cpu_version("cpu", asked) is want
+        assert hardware.check_cpu_version(torch.device("cuda:1"), asked) is False
+        assert hardware.check_xpu_version("xpu:0", asked) is want
+
+
+def test_versions() -> None:
+    assert hardware.parse_version("2.5.0.dev20240708+cu121") == [2, 5, -1]
+    assert hardware.parse_version("2.5.1") == [2, 5, 1]
+    with pytest.raises(ValueError, match="expected a version such as"):
+        hardware.parse_version("unknown")
+    assert [hardware.compare_versions("2.5.0", v) for v in ("2.10.0", "2.5.0", "2.4.9")] == [-1, 0, 1]
+    assert hardware._torch_version_at_least("2.5.0.dev")
+    names = [name for name in hardware.__all__ if name.startswith("TORCH_VERSION")]
+    assert len(names) == 11
+    assert all(getattr(hardware, name) is True for name in names)
+
+
+def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hardware.is_package_at_least("torch", "2.13")
+    assert not hardware.is_package_at_least("torch", "100.0")
+    assert not hardware.is_package_at_least("no_such_package", "0.1")
+    monkeypatch.setattr(hardware, "version", lambda name: "1.10.0rc1")
+    assert hardware.is_package_at_least("torch", "1.9.0")
+    assert hardware.is_package_at_least("torch", "1.10.0")
+    assert not hardware.is_package_at_least("torch", "1.10.1")
+    assert not hardware._is_mslk_available()
+    assert not hardware.is_mslk_version_at_least("0.0.1")
+    assert not hardware._is_fbgemm_genai_gpu_available()
+    assert not hardware._is_flashinfer_available()
+    assert not hardware.is_fbcode()
+
+
+def test_without_a_gpu_every_question_is_answered_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    questions = ["is_MI300", "is_MI350", "is_Navi4", "is_ROCM"]
+    questions += ["is_sm_at_least_89", "is_sm_at_least_90", "is_sm_at_least_100"]
+    assert [getattr(hardware, name)() for name in questions] == [False] * 7
+    assert hardware.is_sm_version(9, 0) is False
+    assert hardware.is_cuda_version_at_least(1, 0) is False
+    assert hardware.get_compute_capability() == 0.0
+
+
+@pytest.mark.parametrize(("arch", "which"), [("gfx942", "is_MI300"), ("gfx950", "is_MI350"), ("gfx1201", "is_Navi4")])
+def test_an_amd_gpu_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch, arch: str, which: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    properties = type("Properties", (), {"gcnArchName": f"{arch}:sramecc+"})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert {name: getattr(hardware, name)() for name in ("is_MI300", "is_MI350", "is_Navi4")} == {
+        name: name == which for name in ("is_MI300", "is_MI350", "is_Navi4")
+    }
+    assert hardware.is_ROCM()
+    assert not hardware.is_sm_at_least_89()
+
+
+def test_an_nvidia_gpu_is_told_by_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.mps, "is_available", lambda: False)
+    assert (hardware.is_sm_at_least_89(), hardware.is_sm_at_least_90(), hardware.is_sm_at_least_100()) == (
+        True,
+        True,
+        False,
+    )
+    assert (hardware.is_sm_version(9, 0), hardware.is_sm_version(8, 9)) == (True, False)
+    versions = [(12, 8), (12, 0), (11, 9), (12, 9), (13, 0)]
+    assert [hardware.is_cuda_version_at_least(*v) for v in versions] == [True, True, True, False, False]
+    assert hardware.get_compute_capability() == 9.0
+    assert hardware.get_available_devices() == ["cpu", "cuda"]
+    assert hardware.is_ROCM() is False
+
+
+def test_devices() -> None:
+    assert hardware.get_available_devices()[0] == "cpu"
+    assert hardware.is_device("cuda", "cuda:3")
+    assert hardware._is_device("cpu", torch.device("cpu"))
+    assert not hardware.is_device("cuda", "cpu")
+    assert hardware.should_reduce_range(torch.device("cuda")) is False
+    with patch.object(hardware, "_cpu_is_vnni_supported", lambda: False):
+        assert hardware.should_reduce_range(torch.device("cpu")) is True
+    assert hardware._cpu_is_vnni_supported() is torch.cpu._is_vnni_supported()
+    assert hardware._cpu_is_amx_tile_supported() is torch.cpu._is_amx_tile_supported()
+    assert hardware._cpu_has("_no_such_feature") is False
+    floats = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+    assert all(map(hardware._is_float8_type, floats))
+    assert not any(map(hardware._is_float8_type, (torch.float8_e8m0fnu, torch.float16, torch.int8)))
+    with patch("torch.accelerator.is_available", lambda: False), pytest.raises(RuntimeError, match="no accelerator"):
+        hardware.get_current_accelerator_device()
+    with (
+        patch("torch.accelerator.is_available", lambda: True),
+        patch("torch.accelerator.current_accelerator", lambda: torch.device("cuda")),
+    ):
+        assert hardware.get_current_accelerator_device() == torch.device("cuda")
+
+
+# -- unwrapping --------------------------------------------------------------------------------------------------------
+
+
+class Halves(TorchAOBaseTensor):
+    """A tensor stored as two others, which may themselves be subclasses: x = a + b."""
+
+    tensor_data_names = ["a", "b"]  # noqa: RUF012
+    tensor_attribute_names = ["word"]  # noqa: RUF012
+
+    def __new__(cls, a: Any, b: Any, word: str) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, a.shape, dtype=a.dtype)
+
+    def __init__(self, a: Any, b: Any, word: str) -> None:
+        self.a, self.b, self.word = a, b, word
+
+    def dequantize(self) -> torch.Tensor:
+        a, b = (part.dequantize() if isinstance(part, Halves) else part for part in (self.a, self.b))
+        return a + b
+
+
+@Halves.implements_torch_function(nn.functional.linear)
+def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    return func(args[0], args[1].dequantize(), *args[2:], **kwargs)
+
+
+def nested() -> Halves:
+    inner = Halves(torch.randn(4, 8), torch.randn(4, 8), "inner")
+    return Halves(Halves(inner, torch.randn(4, 8), "middle"), Halves(torch.randn(4, 8), inner, "right"), "outer")
+
+
+def test_nested_subclasses_come_back() -> None:
+    w, parametrization = nested(), tools.UnwrapTensorSubclass()
+    plain = parametrization.right_inverse(w)
+    assert [type(x) for x in plain] == [torch.Tensor] * 6
+    again = parametrization(*plain)
+    assert type(again) is Halves
+    assert (again.word, again.a.word, again.b.word, again.a.a.word) == ("outer", "middle", "right", "inner")
+    assert torch.equal(again.dequantize(), w.dequantize())
+    with pytest.raises(TypeError, match="got Tensor"):
+        parametrization.right_inverse(torch.randn(2))
+
+
+CONFIGS = [
+    pw.Int8WeightOnlyConfig(),
+    pw.Int8DynamicActivationInt8WeightConfig(),
+    pw.Int4WeightOnlyConfig(group_size=32),
+    pw.IntxWeightOnlyConfig(torch.int4, pw.PerGroup(32)),
+    pw.NF4WeightOnlyConfig(),
+    pw.Float8WeightOnlyConfig(),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
+def test_unwrapped_models_compute_the_same_and_export(config: pw.AOBaseConfig) -> None:
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32)).eval()
+    pw.quantize_(model, config)
+    x = torch.randn(3, 64)
+    want = model(x)
+    assert tools.unwrap_tensor_subclass(model) is model
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    assert torch.equal(model(x), want)
+    with torch.no_grad():
+        exported = torch.export.export(model, (x,))
+    torch.testing.assert_close(exported.module()(x), want)
+    assert all(type(value) in (torch.Tensor, nn.Parameter) for value in exported.state_dict.values())
+
+
+def test_unwrapping_reaches_the_root_and_obeys_the_filter() -> None:
+    root = nn.Linear(8, 4)
+    root.weight = nn.Parameter(nested(), requires_grad=True)
+    x = torch.randn(2, 8)
+    want = root(x)
+    tools.unwrap_tensor_subclass(root)
+    assert type(root.parametrizations.weight.original0) is nn.Parameter
+    assert torch.equal(root(x), want)
+    tools.unwrap_tensor_subclass(root)  # what is unwrapped stays as it is
+    assert torch.equal(root(x), want)
+    exported = torch.export.export(root, (x,))
+    torch.testing.assert_close(exported.module()(x), want)
+
+    seen = []
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(8, 4))
+    for linear in model:
+        linear.weight = nn.Parameter(nested(), requires_grad=False)
+    tools.unwrap_tensor_subclass(model, lambda module, fqn: seen.append(fqn) or fqn == "1")
+    assert seen == ["", "0", "1"]
+    assert [hasattr(linear, "parametrizations") for linear in model] == [False, True]
