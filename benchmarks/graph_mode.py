@@ -20,7 +20,7 @@ import torch._inductor.config
 from torch import Tensor, nn
 
 import pennyweight as pw
-from pennyweight import graph_mode as gm
+from pennyweight_torchao import graph_mode as gm
 
 ROUNDS = 15
 

@@ -23,13 +23,13 @@ use_venv() {
     # Markers hold the checksum of all files that affect the installation; if unchanged, there is nothing to do. The first
     # set of extras builds the package, others add their dependencies to it.
     local built=.venv/installed mark=.venv/installed-${extras//,/-} sum
-    sum=$(cat pyproject.toml constraints.txt setup.py pennyweight/kernels/cpu/src/* | cksum)
+    sum=$(cat pyproject.toml adapters/torchao/pyproject.toml constraints.txt setup.py pennyweight/kernels/cpu/src/* | cksum)
     if [[ ! -f $mark || $(<"$mark") != "$sum" ]]; then
         if [[ ! -f $built || $(<"$built") != "$sum" ]]; then
             echo "$(date +%T)  1/2  torch, into .venv" >&2
             _install torch  # first and pinned, so that no later package installs another build of it
             echo "$(date +%T)  2/2  pennyweight[$extras]: dependencies, then 18 units of C++ (several minutes on 2 processors)" >&2
-            _install -e ".[$extras]"
+            _install -e ".[$extras]" -e adapters/torchao
             echo "$sum" >"$built"
         else
             echo "$(date +%T)  dependencies of pennyweight[$extras]" >&2

@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.conftest import pytest_collection_modifyitems
+from conftest import pytest_collection_modifyitems
 
 
 def item(name: str, **params: Any) -> Any:

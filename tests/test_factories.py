@@ -11,8 +11,8 @@ from pathlib import Path
 import pennyweight
 
 PACKAGE = Path(pennyweight.__file__).parent
-# What prints, draws, measures or stands for torchao's own functions may follow the defaults that its caller has.
-FOLLOWS = {"cli", "compat", "report"}
+# What prints, draws or measures may follow the defaults that its caller has.
+FOLLOWS = {"cli", "report"}
 FACTORIES = {
     "arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn",
     "randperm", "scalar_tensor", "tensor", "zeros",

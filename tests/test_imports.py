@@ -14,8 +14,8 @@ import pennyweight
 
 PACKAGE = Path(pennyweight.__file__).parent
 FLOORS = {"core": 0, "kernels": 2, "distributed": 3, "planning": 4, "algorithms": 5, "quantize": 6, "inference": 7}
-FLOORS |= {"training": 7, "optim": 7, "io": 8, "graph_mode": 8}
-FLOORS |= {"export": 9, "integrations": 9, "compat": 9, "report": 9, "cli": 10}
+FLOORS |= {"training": 7, "optim": 7, "io": 8}
+FLOORS |= {"export": 9, "integrations": 9, "report": 9, "cli": 10}
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pennyweight as pw
-from pennyweight.compat.torchao.utils import TorchAOBaseTensor
+from pennyweight_torchao.utils import TorchAOBaseTensor
 from pennyweight.core.formats import Format, small_float, table
 
 # -- as data: a format is a finite set of values, in 1 to 8 bits -----------------------------------------------------

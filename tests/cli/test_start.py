@@ -120,7 +120,7 @@ ORDERS = {
     "star": "from pennyweight import *; import torch; w = torch.load(path, weights_only=True)",
     "reload": "import pennyweight, importlib, sys; hooks = list(sys.meta_path); importlib.reload(pennyweight)\n"
     "assert sys.meta_path == hooks\nimport torch; w = torch.load(path, weights_only=True)",
-    "compat": "import pennyweight.compat; pennyweight.compat.install('torchao')\n"
+    "torchao's names": "import pennyweight_torchao; pennyweight_torchao.install()\n"
     "import torchao.quantization, torch; w = torch.load(path, weights_only=True)",
     "threads": "import threading\n"
     "names = ['pennyweight', 'torch', 'pennyweight', 'torch', 'pennyweight']\n"

@@ -17,7 +17,6 @@ PACKAGE = Path(pw.__file__).parent
 # Others that read frames, and what for: not to decide what a tensor does
 READERS = {
     "core/call_site.py": "",
-    "compat/torchao/virtual_modules.py": "whether a missing name is an ImportError or an AttributeError",
     "planning/run_batch.py": "the line that a warning points to",
     "inference/trace_net.py": "whether a module that is no part of the net makes a call that is traced",
 }

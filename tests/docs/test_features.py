@@ -10,7 +10,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pennyweight as pw
-import pennyweight.compat
+import pennyweight_torchao
 from pennyweight.planning.configs.aliases import CONFIGS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -95,5 +95,5 @@ def test_torchao():
     try:
         exec(TORCHAO, {"model": model})
     finally:
-        pennyweight.compat.uninstall("torchao")
+        pennyweight_torchao.uninstall()
     assert isinstance(model[0].weight, pw.AffineQuantizedTensor)

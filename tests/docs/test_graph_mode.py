@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pennyweight import graph_mode as gm
+from pennyweight_torchao import graph_mode as gm
 from pennyweight.kernels.cpu import library
 
 PAGE = (Path(__file__).parents[2] / "docs" / "graph_mode.md").read_text(encoding="utf-8")

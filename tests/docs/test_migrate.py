@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pennyweight as pw
-import pennyweight.compat
-from pennyweight import graph_mode as gm
+import pennyweight_torchao
+from pennyweight_torchao import graph_mode as gm
 
 from .pages import dead, parse
 
@@ -81,7 +81,7 @@ def names(tmp_path: Path) -> dict[str, Any]:
 
 
 MAY_BE_NONE = {"w.zero_point", "w.act", "w.act_scale"}  # of a symmetric weight that leaves inputs alone
-RETURN_NONE = ("pennyweight.compat.install(", "print(", "pw.save(", "swap_conv2d_1x1_to_linear(")
+RETURN_NONE = ("pennyweight_torchao.install(", "print(", "pw.save(", "swap_conv2d_1x1_to_linear(")
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def one_thread() -> Iterator[None]:
 def uninstalled() -> Iterator[None]:
     """What a line installs is gone after it."""
     yield
-    pennyweight.compat.uninstall("torchao")
+    pennyweight_torchao.uninstall()
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda r: r.before.replace("`", ""))

@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 # Modules whose __all__ is public, and the public names of others
 MODULES = (
-    "pennyweight", "pennyweight.algorithms", "pennyweight.compat", "pennyweight.distributed", "pennyweight.graph_mode",
+    "pennyweight", "pennyweight.algorithms", "pennyweight.distributed",
     "pennyweight.inference",
     "pennyweight.integrations.transformers", "pennyweight.io", "pennyweight.kernels", "pennyweight.optim",
-    "pennyweight.quantize", "pennyweight.report", "pennyweight.training",
+    "pennyweight.quantize", "pennyweight.report", "pennyweight.training", "pennyweight_torchao.graph_mode",
 )  # fmt: skip
 OTHERS = {
     "pennyweight": ["PennyweightConfig"],

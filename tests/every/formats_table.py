@@ -66,7 +66,7 @@ def formats() -> str:
         ("`gguf`", "one file, or `-00001-of-0000N` parts", "24 quantized types", f"{len(written())} types",
          "gguf 0.19, ggml (pywhispercpp 1.5), llama.cpp (llama-cpp-python 0.3.36), transformers 5.23"),
         *((f"`{c.name}`", "safetensors", "yes", "yes" if c.writing else "no", c.oracle) for c in CODECS),
-        ("`torchao`", "safetensors, 0.14 and later", "yes", "by `compat`", "torchao 0.18"),
+        ("`torchao`", "safetensors, 0.14 and later", "yes", "by `pennyweight_torchao`", "torchao 0.18"),
         ("`torch`", "`.pt`, `.bin`, by `allow_pickle=True`", "yes", "no", "torchao 0.9, 0.12, 0.18"),
     ]  # fmt: skip
     head = "| format | files | read | written | compared with |\n|---|---|---|---|---|\n"

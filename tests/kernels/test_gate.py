@@ -38,7 +38,6 @@ ADDRESSES = {
     "distributed/fsdp.py": "identity", "inference/fuse_conv_net.py": "identity",
     "distributed/sharding.py": "identity", "core/tensor.py": "identity", "export/graph_capture.py": "identity",
     "io/state_dict.py": "identity", "io/gguf/blocks.py": "alignment", "optim/base.py": "identity",
-    "compat/torchao/parq/optimizer.py": "identity",
 }  # fmt: skip
 GATES = tuple(f"kernels/gate{part}.py" for part in ("", "_attention", "_block", "_conv", "_conv_chain", "_convert"))
 WITHOUT_ADDRESSES = {"pw_abi", "pw_isa_count", "pw_isa_name", "pw_isa_here", "pw_isa_use"}

@@ -98,7 +98,7 @@ def test_files_keep_it(name: str, tmp_path: Path) -> None:
 
 
 def test_torchaos_tensors_refuse_it() -> None:
-    from pennyweight.compat.torchao.int8_float8_views import Int8Tensor, IntxUnpackedToInt8Tensor
+    from pennyweight.io.codecs.torchao.int8_float8 import Int8Tensor, IntxUnpackedToInt8Tensor
 
     m = model()
     pw.quantize_(m, pw.Int8DynamicActivationInt8WeightConfig())

@@ -1,6 +1,7 @@
 """Configs that choose their solver: hqq in int4, uint and intx configs, alone, in mixtures, on disk, overridden."""
 
 import copy
+import enum
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,13 +11,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import pennyweight as pw
-from pennyweight.compat.torchao import quantization as torchao
-from pennyweight.compat.torchao.enums import Int4ChooseQParamsAlgorithm
+
+
+class Int4ChooseQParamsAlgorithm(enum.Enum):
+    """As torchao's."""
+
+    HQQ = "hqq"
+
 
 HQQ = {
     "int4": lambda: pw.Int4WeightOnlyConfig(32, int4_choose_qparams_algorithm="hqq"),
     "int4, enum": lambda: pw.Int4WeightOnlyConfig(32, int4_choose_qparams_algorithm=Int4ChooseQParamsAlgorithm.HQQ),
-    "int4 of torchao 0.12": lambda: torchao.int4_weight_only(group_size=32, use_hqq=True),
     "uint3": lambda: pw.UIntXWeightOnlyConfig(torch.uint3, 32, use_hqq=True),
     "int3": lambda: pw.IntxWeightOnlyConfig("int3", pw.PerGroup(32), intx_choose_qparams_algorithm="hqq_scale_only"),
     "8da4w": lambda: pw.Int8DynamicActivationIntxWeightConfig(

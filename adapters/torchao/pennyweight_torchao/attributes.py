@@ -17,9 +17,9 @@ from pennyweight.core.formats import HALF_INTS
 from pennyweight.core.tensor import AffineQuantizedTensor, PlainView
 from pennyweight.io.codecs.torchao import tensor_class
 from pennyweight.io.codecs.torchao.flattened import find_view, view_of
-from pennyweight.io.codecs.torchao.int8_float8 import IntxUnpackedToInt8Tensor
-from pennyweight.io.codecs.torchao.mx import MXTensor
-from pennyweight.io.codecs.torchao.nvfp4 import NVFP4Tensor
+from pennyweight.io.codecs.torchao.int8_float8 import IntxUnpackedToInt8Tensor as _Intx
+from pennyweight.io.codecs.torchao.mx import MXTensor as _MX
+from pennyweight.io.codecs.torchao.nvfp4 import NVFP4Tensor as _NVFP4
 
 from .enums import ZeroPointDomain
 from .nf4 import parts as nf4
@@ -37,7 +37,7 @@ def _qdata(w: QT) -> Tensor:
 
 def _piece(name: str, *views: Any) -> Callable[[QT], Any]:
     """A piece of torchao's classes MXTensor and NVFP4Tensor, or of one of them."""
-    kinds = views or (MXTensor, NVFP4Tensor)
+    kinds = views or (_MX, _NVFP4)
 
     def get(w: QT) -> Any:
         view = find_view(w)
@@ -53,7 +53,7 @@ def _block_size(w: QT) -> list[int] | int:
     if w.spec.format.name.startswith("nf4"):
         return nf4.block_size(w)
     view = find_view(w)
-    return view.take(w)["block_size"] if view in (MXTensor, NVFP4Tensor) else tensor_class.block_size(w)
+    return view.take(w)["block_size"] if view in (_MX, _NVFP4) else tensor_class.block_size(w)
 
 
 def _get_hp_scales(w: QT) -> Tensor:
@@ -78,7 +78,7 @@ def _target_dtype(w: QT) -> Any:
 
 
 def _activation_quantization(w: QT) -> Any:
-    view = IntxUnpackedToInt8Tensor
+    view = _Intx
     found = view.take(w)["activation_quantization"] if view.holds(w) else None
     return None if found is None else found.value
 
@@ -122,19 +122,19 @@ ATTRIBUTES: dict[str, tuple[Callable[[QT], Any], str]] = {
     **{
         name: (_piece(name, *views), "Of MXTensor or NVFP4Tensor.")
         for name, views in {
-            "elem_dtype": (MXTensor,), "kernel_preference": (MXTensor,), "orig_dtype": (), "is_swizzled_scales": (),
-            "per_tensor_scale": (NVFP4Tensor,), "act_per_tensor_scale": (NVFP4Tensor,),
-            "use_triton_kernel": (NVFP4Tensor,),
+            "elem_dtype": (_MX,), "kernel_preference": (_MX,), "orig_dtype": (), "is_swizzled_scales": (),
+            "per_tensor_scale": (_NVFP4,), "act_per_tensor_scale": (_NVFP4,),
+            "use_triton_kernel": (_NVFP4,),
         }.items()
     },
     "_data": (_piece("qdata"), "qdata, before 0.13."),
-    "_scale_e8m0": (_piece("scale", MXTensor), "The scales as float8_e8m0fnu."),
-    "_scale_e4m3": (_piece("scale", NVFP4Tensor), "The block scales as float8_e4m3fn, without the one per tensor."),
-    "_per_tensor_scale": (_piece("per_tensor_scale", NVFP4Tensor), "per_tensor_scale, before 0.13."),
-    "_elem_dtype": (_piece("elem_dtype", MXTensor), "elem_dtype, before 0.13."),
+    "_scale_e8m0": (_piece("scale", _MX), "The scales as float8_e8m0fnu."),
+    "_scale_e4m3": (_piece("scale", _NVFP4), "The block scales as float8_e4m3fn, without the one per tensor."),
+    "_per_tensor_scale": (_piece("per_tensor_scale", _NVFP4), "per_tensor_scale, before 0.13."),
+    "_elem_dtype": (_piece("elem_dtype", _MX), "elem_dtype, before 0.13."),
     "_block_size": (_piece("block_size"), "block_size, before 0.13."),
     "_orig_dtype": (_piece("orig_dtype"), "orig_dtype, before 0.13."),
-    "_is_swizzled_scales": (_piece("is_swizzled_scales", NVFP4Tensor), "is_swizzled_scales, before 0.13."),
+    "_is_swizzled_scales": (_piece("is_swizzled_scales", _NVFP4), "is_swizzled_scales, before 0.13."),
     # torchao 0.8 to 0.17
     "quant_min": (lambda w: w.spec.format.lo, "The least code."),
     "quant_max": (lambda w: w.spec.format.hi, "The greatest code."),

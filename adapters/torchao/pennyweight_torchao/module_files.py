@@ -8,6 +8,7 @@ no file has, so that Python's own finder of files finds nothing there; :class:`L
 from __future__ import annotations
 
 import importlib.abc
+import importlib.util
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.resources.abc import TraversableResources
@@ -24,8 +25,10 @@ def file_of(homes: Sequence[str], reexports: Mapping[str, tuple[str, Any]]) -> s
     if not homes:
         return str(FOLDER / "__init__.py")
     if homes[0] in reexports:
-        path = FOLDER.parents[2].joinpath(*reexports[homes[0]][0].split("."))
-        return str(path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))
+        found = importlib.util.find_spec(reexports[homes[0]][0])
+        assert found is not None
+        assert found.origin is not None
+        return found.origin
     return str(FOLDER.joinpath(*homes[0].split(".")).with_suffix(".py"))
 
 

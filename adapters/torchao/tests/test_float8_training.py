@@ -383,125 +383,7 @@ def test_a_compiled_model_trains_the_same() -> None:
 # -- float8nocompile ---------------------------------------------------------------------------------------------------
 
 
-def test_casts_into_a_memory_layout() -> None:
-    from torchao.prototype.float8nocompile import float8nocompile_scaling_utils as classes
-    from torchao.prototype.float8nocompile.kernels import fp8_dynamic_tensorwise as functions
-
-    x = torch.randn(6, 8, requires_grad=True)
-    told = cast(x).to_original_precision().detach()
-    rows, columns = (lambda n, m: (m, 1)), (lambda n, m: (1, n))
-    for name, function, transposed, strides in (
-        ("ToFP8RowMajor", "hp_to_fp8_row_major", (False,), (rows,)),
-        ("ToFP8RowMajorT", "hp_to_fp8_row_major_t", (True,), (rows,)),
-        ("ToFP8ColumnMajor", "hp_to_fp8_col_major", (False,), (columns,)),
-        ("ToFP8ColumnMajorT", "hp_to_fp8_col_major_t", (True,), (columns,)),
-        ("ToFP8RowAndColumnMajor", "hp_to_fp8_row_and_col_major", (False, False), (rows, columns)),
-        ("ToFP8RowMajorTAndNonT", "hp_to_fp8_row_major_t_and_non_t", (False, True), (rows, rows)),
-    ):
-        args = (E4M3, options())
-        made = getattr(functions, function)(x, *args)
-        same = getattr(classes, name).apply(x, *args)
-        made, same = (m if isinstance(m, tuple) else (m,) for m in (made, same))
-        for t, again, flip, stride in zip(made, same, transposed, strides, strict=True):
-            assert torch.equal(t.to_original_precision(), told.t() if flip else told)
-            assert t._data.stride() == stride(*t.shape)
-            assert torch.equal(again._data.view(torch.uint8), t._data.view(torch.uint8))
-    (g,) = torch.autograd.grad(functions.hp_to_fp8_row_major_t(x, E4M3, options()).to_original_precision().sum(), x)
-    assert torch.equal(g, torch.ones(6, 8))
-    with pytest.raises(AssertionError, match="contiguous"):
-        functions.hp_to_fp8_row_major(x.t(), E4M3, options())
-
-
-def test_layers_without_compile() -> None:
-    from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear
-    from torchao.prototype.float8nocompile.float8nocompile_linear import Float8LinearNoCompile, matmul_with_args_in_hp
-    from torchao.prototype.float8nocompile.float8nocompile_linear_utils import convert_to_float8_nocompile_training
-
-    model = nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 8))
-    told = Float8Linear.from_float(model[0])(TOLD["x"])
-    convert_to_float8_nocompile_training(model, module_filter_fn=lambda m, n: n == "0", no_precompute_for_backward=True)
-    assert [type(m) for m in model] == [Float8LinearNoCompile, nn.Linear]
-    assert model[0].no_precompute_for_backward
-    assert torch.equal(model[0](TOLD["x"]), told)
-    y = matmul_with_args_in_hp.apply(TOLD["x"], model[0].weight, Float8LinearConfig(), model[0].linear_mm_config)
-    torch.testing.assert_close(y + model[0].bias, told)
-
-
 # -- the weight packed for a CPU ---------------------------------------------------------------------------------------
-
-
-def test_opaque_float8_weights() -> None:
-    from torchao.prototype.float8_opaque_tensor import (
-        Float8DynamicActivationFloat8WeightOpaqueTensorConfig,
-        Float8OpaqueTensor,
-    )
-    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerGroup, PerRow, PerTensor, quantize_
-    from torchao.quantization.quantize_.workflows.float8.float8_tensor import QuantizeTensorToFloat8Kwargs
-
-    x = torch.randn(4, 64)
-    for granularity in (None, PerRow(), [PerRow(), PerRow()], PerGroup(32)):
-        model = nn.Sequential(nn.Linear(64, 32))
-        told = copy.deepcopy(model)
-        config = Float8DynamicActivationFloat8WeightOpaqueTensorConfig(granularity=granularity)
-        quantize_(model, config)
-        assert isinstance(model[0].weight, Float8OpaqueTensor)
-        if not isinstance(granularity, PerGroup):
-            quantize_(told, Float8DynamicActivationFloat8WeightConfig(granularity=granularity))
-            assert torch.equal(model(x), told(x))
-        error = (model(x) - told(x)).norm() / told(x).norm()
-        assert float(error.detach()) < 0.06
-    assert Float8DynamicActivationFloat8WeightOpaqueTensorConfig().granularity == (PerTensor(), PerTensor())
-    for wrong in ([PerGroup(32), PerRow()], "rows", [PerRow(), None]):
-        with pytest.raises(ValueError, match=r"granularity|Groups"):
-            Float8DynamicActivationFloat8WeightOpaqueTensorConfig(granularity=wrong)
-    w = torch.randn(32, 64)
-    made = Float8OpaqueTensor.from_hp(w, [1, 32], QuantizeTensorToFloat8Kwargs(E4M3, PerGroup(32)))
-    assert isinstance(made, Float8OpaqueTensor)
-    assert torch.equal(made.scale, w.view(32, 2, 32).abs().amax(-1) / 448)
-    with pytest.raises(AssertionError, match="same group size but got 32 and 64"):
-        Float8OpaqueTensor.from_hp(w, [1, 32], QuantizeTensorToFloat8Kwargs(E4M3, PerGroup(64)))
-    with pytest.raises(ValueError, match=r"\[1, 2, 32, 32\] are packed for one processor"):
-        Float8OpaqueTensor(torch.zeros(1, 2, 32, 32).to(E4M3), torch.ones(1, 2, 32), [1, 32])
-
-
-# -- torchao.testing.training ------------------------------------------------------------------------------------------
-
-
-def test_training_with_fsdp_is_that_of_one_model(tmp_path: Path) -> None:
-    """The helpers of a test, with a group of one process."""
-    import unittest
-
-    import torch.distributed as dist
-    from torchao.float8 import ScalingType, convert_to_float8_training
-    from torchao.testing.training.dtensor_utils import ToyModel
-    from torchao.testing.training.fsdp2_utils import check_parity_bf16_mp, check_parity_no_mp
-    from torchao.testing.training.test_utils import get_test_float8_linear_config
-
-    config = get_test_float8_linear_config(*[ScalingType.DYNAMIC] * 3, emulate=True)
-    assert config.emulate
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
-    try:
-        torch.manual_seed(0)
-        ref = convert_to_float8_training(ToyModel(16), config=config)
-        assert [n for n, _ in ref.named_parameters()] == [f"ffn.{n}.weight" for n in ("w1", "w2", "out_proj")]
-        twin, third, x = copy.deepcopy(ref), copy.deepcopy(ref), torch.randn(4, 16)
-        case = unittest.TestCase()
-        one, two = (torch.optim.Adam(m.parameters(), lr=1e-2) for m in (ref, twin))
-        check_parity_no_mp(case, ref, one, twin, two, x, config, precompute=True)
-        assert torch.equal(ref(x), twin(x))
-        for p in third.parameters():
-            p.data += 1e-2
-        with pytest.raises(AssertionError, match="step 0: losses"):
-            check_parity_no_mp(case, ref, one, third, torch.optim.Adam(third.parameters(), lr=1e-2), x, config)
-        half, sharded = copy.deepcopy(ref).bfloat16(), copy.deepcopy(ref).bfloat16()
-        with pytest.raises(AssertionError, match="step"):  # a master copy in float32 keeps what bfloat16 loses
-            check_parity_bf16_mp(
-                case, ref, half, torch.optim.SGD(ref.parameters(), lr=1e-3), sharded,
-                torch.optim.SGD(sharded.parameters(), lr=1e-3), x.bfloat16(),
-            )  # fmt: skip
-    finally:
-        dist.destroy_process_group()
 
 
 # -- scales that are given, up to 0.9 ----------------------------------------------------------------------------------
@@ -542,6 +424,26 @@ def test_given_scales() -> None:
     assert not linear_requires_sync(Float8LinearConfig())
 
 
+class FeedForward(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(size, 2 * size, bias=False)
+        self.w2 = nn.Linear(size, 2 * size, bias=False)
+        self.out_proj = nn.Linear(2 * size, size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out_proj(nn.functional.silu(self.w1(x)) * self.w2(x))
+
+
+class ToyModel(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.ffn = FeedForward(size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ffn(x)
+
+
 def test_parallel_styles(tmp_path: Path) -> None:
     """With a group of one process: the sharded model computes what the whole one does."""
     import torch.distributed as dist
@@ -554,7 +456,6 @@ def test_parallel_styles(tmp_path: Path) -> None:
         Float8RowwiseParallel,
         PrepareFloat8ModuleInput,
     )
-    from torchao.testing.training.dtensor_utils import ToyModel
 
     off = CastConfig(ScalingType.DISABLED)
     high = Float8LinearConfig(

@@ -3,7 +3,6 @@
 import json
 import warnings
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -134,11 +133,14 @@ def test_affine_fake_quantize_rounds_groups() -> None:
 def test_observer_states() -> None:
     from torchao.quantization.pt2e.observer import get_observer_state_dict, load_observer_state_dict
     from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
-    from torchao.testing.pt2e.utils import get_default_x86_quantizer
+    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
 
     x = torch.randn(5, 16)
     first, second = (
-        prepare_pt2e(exported(nn.Sequential(nn.Linear(16, 8)), x), get_default_x86_quantizer(False, False))
+        prepare_pt2e(
+            exported(nn.Sequential(nn.Linear(16, 8)), x),
+            x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config()),
+        )
         for _ in "ab"
     )
     first(x)
@@ -189,21 +191,3 @@ def test_helpers_of_graphs() -> None:
     linear.update_arg(1, negative)
     constant_fold(graph)
     assert graph._frozen_param0.shape == (2, 2)
-
-
-def test_the_base_class_of_tests(torchao: ModuleType) -> None:
-    from torchao.testing.pt2e.utils import PT2EQuantizationTestCase, get_default_x86_quantizer
-
-    ops = torch.ops.quantized_decomposed
-    case = PT2EQuantizationTestCase("_test_quantizer")
-    x = (torch.randn(3, 8),)
-
-    def check(n: int, order: list[Any]) -> None:
-        quantizer = get_default_x86_quantizer(False, False)
-        case._test_quantizer(nn.Linear(8, 4), x, quantizer, {ops.quantize_per_tensor.default: n}, order)
-
-    check(1, [ops.quantize_per_tensor.default, torch.ops.aten.linear.default])
-    with pytest.raises(AssertionError, match="1, not 2"):
-        check(2, [])
-    with pytest.raises(AssertionError, match="not after the ones before it"):
-        check(1, [torch.ops.aten.linear.default, ops.quantize_per_tensor.default])

@@ -161,5 +161,5 @@ def test_int8_and_ternary_training() -> None:
     assert (codes.float() * scale.unsqueeze(1) - x).abs().max() <= scale.max() / 2 * 1.01
     up, _ = quantize_int8_rowwise(x, stochastic_rounding=True)
     assert (up - codes).abs().max() == 1
-    with pytest.raises(ImportError, match="call that operator on the tensor"):
+    with pytest.raises(ImportError, match="call the operator on the tensor"):
         from torchao.prototype.mx_formats.mx_ops import mx_addmm  # noqa: F401

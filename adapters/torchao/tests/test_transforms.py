@@ -1,6 +1,5 @@
 """torchao's functions for one layer, one tensor: the same codes as quantize_; the table of handlers."""
 
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -95,45 +94,10 @@ def test_constructors_are_inserted() -> None:
         transforms._get_subclass_inserter(Half, True)
 
 
-def test_replacement_with_names() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
-    names: list[Any] = []
-
-    def swap(module: nn.Module, name: str, extra: int) -> nn.Module:
-        names.append((name, extra))
-        return nn.Identity()
-
-    found = transforms._replace_with_custom_fn_if_matches_filter_with_name(
-        model, swap, lambda m, n: isinstance(m, nn.Linear), extra_args=(3,)
-    )
-    assert found is model
-    assert names == [("0", 3), ("1.1", 3)]
-    assert [type(m).__name__ for m in (model[0], model[1][1])] == ["Identity", "Identity"]
-
-
 def test_texts_and_filters() -> None:
     one = layer()
-    assert transforms._linear_extra_repr(one).startswith("in_features=64, out_features=8, weight=Tensor: <class")
+    assert transforms._quantization_type(one.weight).startswith("Tensor: <class")
     pw.quantize_(one, CONFIGS[0])
-    assert "weight=AffineQuantizedTensor(" in transforms._linear_extra_repr(one)
-    assert transforms._module_extra_repr(one, lambda: "a=1", "weight").startswith("a=1, weight=AffineQuantizedTensor(")
-    assert transforms._embedding_extra_repr(nn.Embedding(3, 5)).startswith("num_embeddings=3, embedding_dim=5, weight=")
+    assert transforms._quantization_type(one.weight).startswith("AffineQuantizedTensor(")
     assert transforms._in_features_greater_than_16(one)
     assert not transforms._in_features_greater_than_16(nn.ReLU())
-    assert transforms._fp8_mm_compat(torch.empty(16, 32))
-    assert not transforms._fp8_mm_compat(torch.empty(8, 32))
-    with pytest.raises(AssertionError, match="2 or 3 axes"):
-        transforms._fp8_mm_compat(torch.empty(8))
-
-
-def test_inputs_of_the_older_era(torchao: ModuleType) -> None:
-    from torchao.quantization.quant_api import _int8_symm_per_token_quant, _uint8_asymm_per_token_quant
-
-    x = torch.randn(3, 32)
-    scale = x.abs().amax(-1, keepdim=True) / 127
-    w = _int8_symm_per_token_quant(x)
-    assert torch.equal(w.dequantize(), (x * (1 / scale)).round() * scale)
-    u = _uint8_asymm_per_token_quant(x)
-    assert (u.dequantize() - x).abs().max() <= ((x.amax(-1) - x.amin(-1)) / 255).max()
-    assert u.tensor_impl.get_plain()[0].dtype is torch.uint8
-    assert transforms._int8_symm_per_token_reduced_range_quant_noop_decode(x[:, :1]).shape == (3, 1)

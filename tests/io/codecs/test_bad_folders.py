@@ -230,7 +230,7 @@ CHILD = """
 import resource, sys
 import torch
 import pennyweight as pw
-from pennyweight.compat.torchao import reading
+from pennyweight.io.codecs.torchao import reading
 from tests.io.codecs.whole_folder import finite, model_for
 torch.set_num_threads(1)
 good, *bad = sys.argv[1:]

@@ -15,6 +15,7 @@ import pennyweight as pw
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError
 from pennyweight.io.codecs.torchao.flattened import unflatten_tensor_state_dict
+from pennyweight.io.codecs.torchao.reading import SAFE_GLOBALS
 from tests.io.test_native_format import assert_same
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -94,7 +95,8 @@ def test_pickles_need_consent(path: Path) -> None:
         pw.open(path)
     with pw.open(path, allow_pickle=True) as checkpoint:
         assert checkpoint.quantized
-        expected = torch.load(path, weights_only=True)
+        with torch.serialization.safe_globals(SAFE_GLOBALS):
+            expected = torch.load(path, weights_only=True)
         for name in checkpoint.quantized:
             assert_same(checkpoint[name], expected[name])
 

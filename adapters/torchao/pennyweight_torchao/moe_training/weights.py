@@ -14,7 +14,13 @@ from pennyweight.training import linear
 
 from ..enums import KernelPreference, ScaleCalculationMode
 from ..quantized_training.recipe_weight import RecipeWeight, unwrapped
-from .config import Float8TrainingOpConfig, MoETrainingConfig, MXFP8TrainingOpConfig, TrainingOpBaseConfig
+from .config import (
+    Float8TrainingOpConfig,
+    MoEScalingType,
+    MoETrainingConfig,
+    MXFP8TrainingOpConfig,
+    TrainingOpBaseConfig,
+)
 from .products import grouped
 
 __all__ = [
@@ -96,4 +102,6 @@ def _transform(module: nn.Module, config: Any, parameter_name: str | None = None
 
 for _config in _CLASSES:
     register_quantize_module_handler(_config)(_transform)
-torch.serialization.add_safe_globals([*_CLASSES, *_CLASSES.values(), KernelPreference, ScaleCalculationMode])
+torch.serialization.add_safe_globals(
+    [*_CLASSES, *_CLASSES.values(), KernelPreference, MoEScalingType, ScaleCalculationMode]
+)

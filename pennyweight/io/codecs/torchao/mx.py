@@ -50,16 +50,16 @@ def element(elem_dtype: Any) -> Format:
 # -- packed codes and scales -------------------------------------------------------------------------------------------
 
 
-def pack_uint4(codes: Tensor) -> Tensor:
-    """Two codes in a byte, the even element in the low half: [.., n] -> [.., n / 2]. Raises ValueError for odd n."""
-    if codes.shape[-1] % 2:
-        raise ValueError(f"{list(codes.shape)}: two codes fill a byte, so the last axis must be even")
-    return codes[..., ::2] | codes[..., 1::2] << 4
+def pack_uint4(uint8_data: Tensor) -> Tensor:
+    """Two uint8_data in a byte, the even element in the low half: [.., n] -> [.., n / 2]. Raises ValueError for odd n."""
+    if uint8_data.shape[-1] % 2:
+        raise ValueError(f"{list(uint8_data.shape)}: two uint8_data fill a byte, so the last axis must be even")
+    return uint8_data[..., ::2] | uint8_data[..., 1::2] << 4
 
 
-def unpack_uint4(packed: Tensor) -> Tensor:
+def unpack_uint4(uint8_data: Tensor) -> Tensor:
     """Inverse of :func:`pack_uint4`; the result is contiguous."""
-    return torch.stack([packed & 0xF, packed >> 4], -1).flatten(-2)
+    return torch.stack([uint8_data & 0xF, uint8_data >> 4], -1).flatten(-2)
 
 
 def unpack_uint6(packed: Tensor) -> Tensor:
