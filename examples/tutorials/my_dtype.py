@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pennyweight as pw
-from pennyweight_torchao.utils import TorchAOBaseTensor
 from pennyweight.core.formats import Format, small_float, table
+from pennyweight_torchao.utils import TorchAOBaseTensor
 
 # -- as data: a format is a finite set of values, in 1 to 8 bits -----------------------------------------------------
 

@@ -72,27 +72,17 @@ class Input:
 def lower(model: nn.Module) -> Lowered:
     """Quantized layers of a converted graph on int8 kernels; returns (model, report). The argument is unchanged.
 
-    model: from :func:`pennyweight.graph_mode.convert` or torchao's ``convert_pt2e``, for a CPU. Lowered are linear
-    layers and convolutions of one and two dimensions with int8 weights, per tensor or per output channel, whose input
-    is quantized per tensor, static or dynamic. Every other layer that reads dequantized tensors stays as it is; its row
-    in the report has the reason. Each lowered layer equals the graph up to the rounding of float32 sums, so codes
-    computed from its output differ by at most one. The result is for inference: weights do not require grad. Raises
-    ArgumentError if the model is not a graph.
-
-    >>> import torch, pennyweight as pw
-    >>> from pennyweight import graph_mode as gm
-    >>> x = torch.randn(4, 32)
-    >>> graph = torch.export.export(torch.nn.Sequential(torch.nn.Linear(32, 8)).eval(), (x,)).module()
-    >>> quantizer = gm.X86InductorQuantizer().set_global(gm.get_default_x86_inductor_quantization_config())
-    >>> prepared = gm.prepare(graph, quantizer)
-    >>> y = prepared(x)
-    >>> lowered, report = pw.lower(gm.convert(prepared))
-    >>> report.rows[0].quantized
-    True
+    model: a graph with ``quantize`` and ``dequantize`` operators for a CPU, as torchao's ``convert_pt2e`` makes it
+    (here ``convert`` of ``pennyweight_torchao.graph_mode``). Lowered are linear layers and convolutions of one and two
+    dimensions with int8 weights, per tensor or per output channel, whose input is quantized per tensor, static or
+    dynamic. Every other layer that reads dequantized tensors stays as it is; its row in the report has the reason. Each
+    lowered layer equals the graph up to the rounding of float32 sums, so codes computed from its output differ by at
+    most one. The result is for inference: weights do not require grad. Raises ArgumentError if the model is not a
+    graph.
     """
     if not isinstance(model, GraphModule):
         raise ArgumentError(
-            f"lower: needs a graph from pennyweight.graph_mode.convert, got {type(model).__name__}; "
+            f"lower: needs a graph of torch.export with quantize and dequantize operators, got {type(model).__name__}; "
             "for a module use pw.quantize_ and pw.freeze_"
         )
     model = _copy(model)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pennyweight_torchao import graph_mode as gm
 from pennyweight.kernels.cpu import library
+from pennyweight_torchao import graph_mode as gm
 
 PAGE = (Path(__file__).parents[2] / "docs" / "graph_mode.md").read_text(encoding="utf-8")
 

@@ -24,7 +24,7 @@ PACKAGES = {
     "tokenizers": "transformers",
     "yaml": "pyyaml",
 }
-OWN = {"pennyweight", "benchmarks", "tests", "site-tools", "setup"}
+OWN = {"pennyweight", "pennyweight-torchao", "benchmarks", "tests", "site-tools", "setup"}  # scripts install them
 
 
 def name(requirement: str) -> str:

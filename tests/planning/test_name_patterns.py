@@ -65,7 +65,7 @@ def test_configs_out_of_files_cannot_stall(text: str) -> None:
     config = pw.FqnToConfig({key: pw.Int8WeightOnlyConfig(), "_default": None})
     model = torch.nn.ModuleDict({"a" * 60 + "c": torch.nn.Linear(8, 8), "aab": torch.nn.Linear(8, 8)})
     meant = re.fullmatch(text, "aab") is not None
-    for read in (config_from_data(config_to_data(config)),):
+    for read in [config_from_data(config_to_data(config))]:
         assert read == config
         began = time.perf_counter()
         if meant:
@@ -85,8 +85,6 @@ def test_more_is_for_code_alone(text: str) -> None:
     data = {"type": "FqnToConfig", "fqn_to_config": [[f"re:{text}", {"type": "Int8WeightOnlyConfig"}]]}
     with pytest.raises(ValueError, match="files may contain simple patterns only"):
         config_from_data(data)
-    with pytest.raises(ValueError, match="files may contain simple patterns only"):
-        config_from_dict(config_to_dict(config))
     with pytest.raises(ValueError, match="simple patterns only"):  # and nothing is written that would not be read
         config_to_data(config)
     assert quantization_config(config)["config"] is None

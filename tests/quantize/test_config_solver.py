@@ -96,8 +96,3 @@ def test_on_disk_it_is_the_same(model: nn.Sequential, tmp_path: Path) -> None:
     loaded = pw.load(tmp_path / "out", copy.deepcopy(model))
     pw.quantize_(model, HQQ["int4"]())
     assert all(same(loaded[i], model[i]) for i in (0, 2))
-
-
-def test_integer_zero_points_are_refused_with_hqq() -> None:
-    with pytest.raises(ValueError, match="zero_point_domain FLOAT"):
-        torchao.int4_weight_only(use_hqq=True, zero_point_domain=torchao.ZeroPointDomain.INT)

@@ -137,7 +137,7 @@ class Int8Tensor(View):
             act = ActivationSpec(spec, "dynamic" if static is None else "static", None, INT8_EPS)
             if static is not None and asymmetric:
                 given = _settled(act_quant_zero_point, "act_quant_zero_point")
-                zero = torch.zeros(1, dtype=torch.int8) if given is None else given.to(torch.int8)
+                zero = torch.zeros(1, dtype=torch.int8, device=qdata.device) if given is None else given.to(torch.int8)
             static = None if static is None else static.float()
         w = int_codes(
             qdata, scale, zero_point, block_size, dtype, lo, hi, act=act, act_scale=static, act_zero_point=zero

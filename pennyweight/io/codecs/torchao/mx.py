@@ -51,9 +51,9 @@ def element(elem_dtype: Any) -> Format:
 
 
 def pack_uint4(uint8_data: Tensor) -> Tensor:
-    """Two uint8_data in a byte, the even element in the low half: [.., n] -> [.., n / 2]. Raises ValueError for odd n."""
+    """Two codes in a byte, the even element in the low half: [.., n] -> [.., n / 2]. Raises ValueError for odd n."""
     if uint8_data.shape[-1] % 2:
-        raise ValueError(f"{list(uint8_data.shape)}: two uint8_data fill a byte, so the last axis must be even")
+        raise ValueError(f"{list(uint8_data.shape)}: two codes fill a byte, so the last axis must be even")
     return uint8_data[..., ::2] | uint8_data[..., 1::2] << 4
 
 
