@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from . import kernels  # noqa: F401
 from .core import distributed_hooks
 from .core.import_hooks import after_import
 from .core.module_repr import show_weights
 from .core.tensor import AffineQuantizedTensor
+from .kernels import table  # noqa: F401  # not `from . import kernels`, which asks the package for a public name first
 
 _PACKAGE = __package__ or "pennyweight"
 # the modules and base classes of models with save_pretrained

@@ -147,3 +147,70 @@ def test_import_is_light_and_silent(tmp_path: Path) -> None:
     assert not cuda
     own = ("pennyweight", "pennyweight.core", "pennyweight.kernels", "pennyweight.startup")
     assert [m for m in new if m not in own and not m.startswith(("pennyweight.core.", "pennyweight.kernels."))] == []
+
+
+WITHOUT_GPU = """
+import sys
+import torch
+import torch.nn.functional as F
+before = set(sys.modules)
+import pennyweight as pw
+def gpu_modules():
+    new = sorted(set(sys.modules) - before)
+    return [m for m in new if m.startswith(("pennyweight.kernels.triton", "pennyweight.kernels.torch_gpu", "triton"))]
+print(gpu_modules())
+for config in (pw.Int4WeightOnlyConfig(group_size=32), pw.Int8DynamicActivationInt8WeightConfig()):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Conv2d(16, 16, 3), torch.nn.Embedding(32, 64))
+    pw.quantize_(model, config)
+    F.linear(torch.ones(2, 64), model[0].weight, model[0].bias)
+print(gpu_modules())
+names = [kernel.name for kernel in pw.kernels.kernels("linear")]
+print({"triton_weight_only", "triton_int8", "torch_scaled_mm"} <= set(names), "triton" in sys.modules)
+"""
+
+
+def test_files_for_gpus_are_imported_with_the_first_gpu_case() -> None:
+    """A CPU program loads none of them; listing the kernels does, and still not triton itself."""
+    run = subprocess.run([sys.executable, "-c", WITHOUT_GPU], capture_output=True, text=True, check=False)
+    assert run.stdout.splitlines() == ["[]", "[]", "True False"], run.stderr[-3000:]
+
+
+BY_CASE = """
+import sys
+import torch
+import pennyweight as pw
+from pennyweight.core.layouts import get_layout, layouts
+from pennyweight.kernels import Case, select
+def loaded():
+    return "pennyweight.kernels.triton.weight_only" in sys.modules
+how, spec = sys.argv[1], pw.QuantSpec(pw.get_format("int4"), (64,))
+if how == "select":
+    name = select("linear", Case(spec, None, (64, 128), torch.bfloat16, "cuda:sm_90"), any_layout=True).name
+    print(loaded(), name)
+elif how == "layout":
+    print(loaded(), get_layout("gpu").name, loaded())
+elif how == "names":
+    try:
+        get_layout("gpus")
+    except ValueError as error:
+        print(loaded(), "torch_blocks_gpu" in str(error), "torch_int4_gpu" in str(error))
+elif how == "layouts":
+    print({"gpu", "torch_blocks_gpu", "torch_int4_gpu"} <= {layout.name for layout in layouts()})
+else:
+    model = torch.nn.Sequential(torch.nn.Linear(128, 64)).bfloat16()
+    pw.quantize_(model, pw.Int4WeightOnlyConfig(group_size=64))
+    table = pw.kernels.explain(torch.bfloat16, model[0].weight, device="cuda:sm_90")
+    print(loaded(), next(name for name, _, verdict in table.rows if verdict == "RUNS"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "printed"),
+    [
+        ("select", "True triton_weight_only"), ("layout", "False gpu True"), ("names", "False True True"),
+        ("layouts", "True"), ("explain", "True triton_weight_only"),
+    ],
+)  # fmt: skip
+def test_whoever_asks_for_a_gpu_finds_all_rows_and_layouts(how: str, printed: str) -> None:
+    run = subprocess.run([sys.executable, "-c", BY_CASE, how], capture_output=True, text=True, check=False)
+    assert run.stdout.split() == printed.split(), run.stderr[-3000:]

@@ -41,22 +41,36 @@ class Layout:
         return spec.with_(layout=self.name).nbytes(shape) + self.extra(spec, shape)
 
 
-LAYOUTS: dict[str, Layout] = {}
+_LAYOUTS: dict[str, Layout] = {}
+_LATER: dict[str, Callable[[], object]] = {}  # name -> imports the file that registers this layout
 
 
 def register_layout(layout: Layout) -> Layout:
     """Register a layout. Raises ValueError if the name is in use."""
-    if layout.name in LAYOUTS:
+    if layout.name in _LAYOUTS:
         raise ValueError(f"layout {layout.name!r} is registered already")
-    LAYOUTS[layout.name] = layout
+    _LAYOUTS[layout.name] = layout
     return layout
+
+
+def register_layout_later(name: str, load: Callable[[], object]) -> None:
+    """Register a layout by the function that imports the file of its :func:`register_layout`, called at first use."""
+    _LATER[name] = load
 
 
 def get_layout(name: str) -> Layout:
     """The layout with that name. Raises ValueError listing the known layouts."""
-    if name not in LAYOUTS:
-        raise ValueError(f"unknown layout {name!r}{did_you_mean(name, LAYOUTS)}; known: {', '.join(LAYOUTS)}")
-    return LAYOUTS[name]
+    if name not in _LAYOUTS and name in _LATER:
+        _LATER[name]()
+    if name not in _LAYOUTS:
+        known = list(dict.fromkeys((*_LAYOUTS, *_LATER)))
+        raise ValueError(f"unknown layout {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}")
+    return _LAYOUTS[name]
+
+
+def layouts() -> list[Layout]:
+    """All layouts."""
+    return [get_layout(name) for name in dict.fromkeys((*_LAYOUTS, *_LATER))]
 
 
 def change_layout(parts: Parts, spec: QuantSpec, layout: str, shape: Sequence[int]) -> Parts:

@@ -1,7 +1,9 @@
-"""The kernel table and its rows. Each file defines one family of kernels, the layout it reads, and when it applies."""
+"""The kernel table and its rows. Each file defines one family of kernels, the layout it reads, and when it applies.
 
-from typing import Any
+Files for GPUs are imported with the first weight on a GPU, or when all rows or a layout of theirs are asked for.
+"""
 
+from ..core.layouts import register_layout_later
 from . import (
     convolution,
     embedding,
@@ -10,7 +12,6 @@ from . import (
     recurrent,
     reference,
     repack,
-    torch_gpu,
     torch_int4,
     torch_int8,
 )
@@ -21,10 +22,18 @@ from .cpu import embedding as cpu_embedding
 from .cpu import experts as cpu_experts
 from .cpu import float_linear as cpu_float_linear
 from .cpu import int_linear as cpu_int_linear
-from .table import Case, Explanation, Kernel, explain, explain_case, get_kernel, kernels, register_kernel, select
-from .triton import int8_linear as triton_int8_linear
-from .triton import self_test_verdict
-from .triton import weight_only as triton_weight_only
+from .table import (
+    Case,
+    Explanation,
+    Kernel,
+    explain,
+    explain_case,
+    get_kernel,
+    kernels,
+    register_kernel,
+    register_later,
+    select,
+)
 
 __all__ = [
     "Case",
@@ -48,21 +57,19 @@ __all__ = [
     "recurrent",
     "reference",
     "register_kernel",
+    "register_later",
     "repack",
     "select",
-    "torch_gpu",
     "torch_int4",
     "torch_int8",
-    "triton_int8_linear",
-    "triton_weight_only",
 ]  # fmt: skip
 
 
-def _prove(device: Any, family: str) -> dict[str, str | None]:
-    """The cases import the kernels that ask for their verdict, and nobody needs them before a GPU is used."""
-    from .triton import self_test
-
-    return self_test.prove(device, family=family)
+def _import_gpu_rows() -> None:
+    from . import torch_gpu  # noqa: F401
+    from .triton import int8_linear, weight_only  # noqa: F401
 
 
-self_test_verdict.register(_prove)
+register_later("cuda", _import_gpu_rows)
+for _name in ("gpu", "torch_blocks_gpu", "torch_int4_gpu"):
+    register_layout_later(_name, _import_gpu_rows)

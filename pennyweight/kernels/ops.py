@@ -15,18 +15,12 @@ from ..core.numerics import permute_last_axis, unpermute_last_axis
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
 from ..core.tensor import SLOTS, AffineQuantizedTensor, implements, static_json
 from ..core.tracing import in_memory, refuse_jit_trace
-from . import torch_gpu
-from .cpu import experts
 from .linear import linear, run_linear
 from .linear_op import LIBRARY, _flatten, _nest, traced_linear
 from .table import case_of, reorders, select
 
 aten = torch.ops.aten
 QT = AffineQuantizedTensor
-GROUPED = {  # kernels of op "bmm" that also support grouped rows
-    "cpu_experts": experts.grouped_mm,
-    "torch_scaled_grouped_mm": torch_gpu.experts_grouped_mm,
-}
 
 
 def _contracts_last(w: QT, dim: int) -> bool:
@@ -195,7 +189,10 @@ def _batch(x: Tensor, w: QT, ends: Tensor | None) -> Tensor:
         tensors, tree = _flatten(w)
         key = json.dumps({"kernel": kernel.name, "tree": tree, "weight": json.loads(static_json(w))})
         return torch.ops.pennyweight.experts.default(x, tensors, ends, key)
-    return kernel.run(x, w, None) if ends is None else GROUPED[kernel.name](x, w, ends)
+    if ends is None:
+        return kernel.run(x, w, None)
+    assert kernel.grouped is not None  # see _grouped_mm
+    return kernel.grouped(x, w, ends)
 
 
 def _experts_op(x: Tensor, parts: list[Tensor], ends: Tensor | None, key: str) -> Tensor:
@@ -229,7 +226,7 @@ def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
     if ends.ndim != 1 or ends.shape[0] != w.shape[0] or ends.dtype is not torch.int32 or ends.device != w.device:
         raise _misfit("grouped_mm", ends, w, f"offs must be int32 [{w.shape[0]}], the end of each group of rows")
     stored = w.with_(axes=None, shape=w.stored_shape)
-    if select("bmm", case_of(stored, x.dtype)).name not in GROUPED:
+    if select("bmm", case_of(stored, x.dtype)).grouped is None:
         return _plain(func, args, kwargs)
     return _batch(x, stored, ends)
 

@@ -94,6 +94,7 @@ class Kernel:
                bit-identical to that of ``run``
     row_independent  whether a row of the output has the same bits for any other rows and any number of threads, if its
                input is not quantized jointly with other rows: see :func:`row_independent`
+    grouped    (x, weight, ends) -> y for op "bmm" with the rows of all groups in one input; None: not supported
     """
 
     op: str
@@ -107,6 +108,7 @@ class Kernel:
     bind: Callable[[Case], Bound] | None = None
     together: Callable[[tuple[Case, ...]], Together | None] | None = None
     row_independent: bool = False
+    grouped: Callable[..., torch.Tensor] | None = None
 
     def refuses(self, case: Case, *, any_layout: bool = False) -> str | None:
         """The reason for rejecting the case, or None."""
@@ -147,6 +149,7 @@ def row_independent(kernel: Kernel, case: Case) -> bool | str:
 
 
 _TABLE: dict[str, list[Kernel]] = {}
+_LATER: dict[str, Callable[[], object]] = {}  # device type -> imports the files that register rows for it
 
 
 def register_kernel(kernel: Kernel) -> Kernel:
@@ -160,21 +163,45 @@ def register_kernel(kernel: Kernel) -> Kernel:
     return kernel
 
 
+def register_later(kind: str, load: Callable[[], object]) -> None:
+    """Register rows for devices of a type by the function that imports their files. It is called once: with the first
+    case for such a device, or when all rows are listed."""
+    _LATER[kind] = load
+
+
+def _load(kind: str) -> None:
+    load = _LATER.get(kind)
+    if load is not None:
+        load()
+        _LATER.pop(kind, None)  # only now: another thread must not select from half of the rows
+
+
+def _load_all() -> None:
+    for kind in list(_LATER):
+        _load(kind)
+
+
 def kernels(op: str | None = None) -> list[Kernel]:
     """Rows of one op, or of all ops, best first."""
+    _load_all()
     return [k for name, rows in _TABLE.items() if op in (None, name) for k in rows]
 
 
 def get_kernel(op: str, name: str) -> Kernel:
     """The row with that name. Raises ValueError listing the known rows."""
-    for k in _TABLE.get(op, []):
-        if k.name == name:
-            return k
+    for load in (False, True):
+        if load:
+            _load_all()
+        for k in _TABLE.get(op, []):
+            if k.name == name:
+                return k
     raise ValueError(f"no kernel {op}/{name}; known: {', '.join(k.name for k in _TABLE.get(op, []))}")
 
 
 @lru_cache(maxsize=65536)
 def _select(op: str, case: Case, any_layout: bool) -> Kernel:
+    if _LATER:
+        _load(device_type(case.device))
     for k in _TABLE.get(op, []):
         if k.refuses(case, any_layout=any_layout) is None:
             return k

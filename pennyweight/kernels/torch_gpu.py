@@ -356,4 +356,7 @@ _ROWS: tuple[tuple[str, str, Callable[..., Tensor], Callable[[Case], bool | str]
     ("bmm", "torch_scaled_grouped_mm", experts_bmm, _accepts_experts, "experts", "plain", 20, "bfloat16"),
 )
 for _op, _name, _run, _accept, _limits, _layout, _rank, _tolerance in _ROWS:
-    register_kernel(Kernel(_op, _name, _run, _accept, LIMITS[_limits].devices, _layout, _rank, _tolerance))
+    _grouped_run = experts_grouped_mm if _op == "bmm" else None
+    register_kernel(
+        Kernel(_op, _name, _run, _accept, LIMITS[_limits].devices, _layout, _rank, _tolerance, grouped=_grouped_run)
+    )

@@ -3,7 +3,7 @@
 ``aten._weight_int4pack_mm_for_cpu`` computes x @ ((q - 8) * scale + offset).T for q in 0..15. Its packed bytes depend
 on the instruction set of the CPU, so they are never saved to files. It is vectorized only in bfloat16 (float32 takes a
 scalar loop, measured 27x slower at one row and 70x at 128), so float32 and float16 inputs are rounded to bfloat16: an
-error of 2**-9, compared with 2**-4 for the weights; DESIGN decision 9 has the figures.
+error of 2**-9, compared with 2**-4 for the weights.
 """
 
 from __future__ import annotations

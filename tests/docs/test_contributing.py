@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's diffs apply to a copy of the package, their code runs there, and so do the tests of the entry."""
+"""The diffs of docs/development/adding.md apply to a copy of the package, their code runs there, and so do the tests of the entry."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "development" / "adding.md").read_text(encoding="utf-8")
 # Heading "Add a ..." -> the conformance tests, and the part of their names that selects the new entry
 CONFORMANCE = {
     "number format": ("tests/every/test_formats.py", "e2m2"),
@@ -24,7 +24,7 @@ IMPORTED = "import pennyweight; print(pennyweight.__file__)\n"
 
 def example(thing: str) -> tuple[str, str]:
     """The diff and the code of a section."""
-    section = TEXT.partition(f"### Add a {thing}\n")[2].partition("\n##")[0]
+    section = TEXT.partition(f"## Add a {thing}\n")[2].partition("\n## ")[0]
     diffs, codes = (re.findall(rf"^```{kind}\n(.*?)^```$", section, re.S | re.M) for kind in ("diff", "python"))
     assert (len(diffs), len(codes)) == (1, 1), f"one diff and one block of Python in the section on a {thing}"
     return diffs[0], codes[0]
@@ -41,7 +41,7 @@ def run(command: list[str], folder: Path, given: str | None = None) -> str:
 
 
 def test_every_section_has_its_conformance_tests() -> None:
-    assert re.findall(r"^### Add a (.*)$", TEXT, re.M) == list(CONFORMANCE)
+    assert re.findall(r"^## Add a (.*)$", TEXT, re.M) == list(CONFORMANCE)
 
 
 @pytest.mark.exhaustive
@@ -49,7 +49,7 @@ def test_every_section_has_its_conformance_tests() -> None:
 def test_the_diff_applies_and_works(thing: str, tmp_path: Path) -> None:
     diff, code = example(thing)
     git = shutil.which("git")
-    assert git is not None, "git is needed to apply the diffs of CONTRIBUTING.md; install it"
+    assert git is not None, "git is needed to apply the diffs of docs/development/adding.md; install it"
     ignored = shutil.ignore_patterns("__pycache__", ".hypothesis")
     for name in ("pennyweight", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import pennyweight.kernels  # noqa: F401  # registers the layouts of the kernels
-from pennyweight.core.layouts import LAYOUTS, Layout, change_layout, get_layout, register_layout
+from pennyweight.core.layouts import Layout, change_layout, get_layout, layouts, register_layout
 from pennyweight.core.numerics import Parts, quantize
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor
 
 CASES = [
     pytest.param(layout, spec, shape, id=f"{layout.name}-{spec}-{'x'.join(map(str, shape))}")
-    for layout in LAYOUTS.values()
+    for layout in layouts()
     for spec, shape in layout.examples
 ]
 
@@ -37,7 +37,7 @@ def check_equal(got: Parts, want: Parts) -> None:
         assert a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", layouts(), ids=lambda layout: layout.name)
 def test_a_layout_brings_its_examples(layout: Layout) -> None:
     assert layout.examples, f"give layout {layout.name!r} `examples`: specs and shapes that it takes"
     assert get_layout(layout.name) is layout
@@ -70,7 +70,7 @@ def test_bit_streams_are_packed_as_plain_codes_are(layout: Layout, spec: QuantSp
         )
         pytest.skip("packs plain codes only")
     plain = quantize(torch.randn(shape), spec)._replace(act_scale=torch.tensor([[0.5]]))
-    stream = LAYOUTS["bits"].pack(plain, spec.with_(layout="bits"), shape)
+    stream = get_layout("bits").pack(plain, spec.with_(layout="bits"), shape)
     before = stream.map(torch.clone)
     spec = spec.with_(layout=layout.name)
     check_equal(layout.from_bits(stream, spec, shape), layout.pack(plain, spec, shape))
@@ -96,7 +96,7 @@ def test_the_layout_knows_the_bytes(layout: Layout, spec: QuantSpec, shape: tupl
 
 @pytest.mark.parametrize("name", ["plain", "bits"])
 def test_a_single_number_and_an_empty_tensor(name: str) -> None:
-    spec = QuantSpec(LAYOUTS["bits"].examples[0][0].format, layout=name)
+    spec = QuantSpec(get_layout("bits").examples[0][0].format, layout=name)
     for shape in ((), (0,), (3, 0), (0, 3)):
         plain = quantize(torch.full(shape, -2.5), spec)
         packed = get_layout(name).pack(plain, spec, shape)
@@ -107,7 +107,7 @@ def test_a_single_number_and_an_empty_tensor(name: str) -> None:
 
 def test_a_name_is_taken_once() -> None:
     with pytest.raises(ValueError, match="'plain' is registered already"):
-        register_layout(Layout("plain", LAYOUTS["plain"].pack, LAYOUTS["plain"].unpack))
+        register_layout(Layout("plain", get_layout("plain").pack, get_layout("plain").unpack))
     with pytest.raises(ValueError, match=r"unknown layout 'plane' \(did you mean 'plain'\?\); known: plain, bits"):
         get_layout("plane")
 

@@ -83,7 +83,7 @@ def test_entries_of_devices(entry: str, inside: tuple[str, ...], outside: tuple[
 def test_every_row_and_layout_names_targets() -> None:
     """A misspelled entry would never fit anything, in silence."""
     entries = {entry for kernel in kernels() for entry in kernel.devices or ()}
-    entries |= {entry for layout in pw.core.layouts.LAYOUTS.values() for entry in layout.devices or ()}
+    entries |= {entry for layout in pw.core.layouts.layouts() for entry in layout.devices or ()}
     assert [e for e in sorted(entries) if not any(fits((e,), t) for t in KNOWN)] == []
 
 

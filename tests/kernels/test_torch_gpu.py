@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pennyweight.core.errors import ArgumentError
 from pennyweight.core.formats import E2M1, E4M3, E5M2, INT4, INT7, INT8
-from pennyweight.core.layouts import LAYOUTS
+from pennyweight.core.layouts import get_layout
 from pennyweight.core.numerics import quantize
 from pennyweight.core.spec import (
     FP8_BLOCK,
@@ -149,7 +149,7 @@ def test_packing_is_undone_bit_for_bit(
         assert torch.equal(values(back.scale), values(w.scale))
     assert torch.equal(packed.dequantize(), w.dequantize())
     stored = sum(p.nbytes for p in packed.parts if p is not None) - (4 if w.act_scale is not None else 0)
-    assert stored == LAYOUTS[layout].nbytes(spec, shape)
+    assert stored == get_layout(layout).nbytes(spec, shape)
 
 
 def bits(t: Tensor) -> Tensor:

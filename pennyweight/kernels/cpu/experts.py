@@ -163,7 +163,7 @@ def grouped_mm(x: Tensor, w: AffineQuantizedTensor, ends: Tensor) -> Tensor:
 # Tolerance as for the kernel of one expert: see int_linear.py and float_linear.py.
 register_kernel(
     Kernel("bmm", "cpu_experts", bmm, _accepts, ("cpu",), LAYOUT.name, rank=30, tolerance="fixed22",
-           row_independent=True)
+           row_independent=True, grouped=grouped_mm)
 )  # fmt: skip
 
 _select = ATEN[torch.ops.aten.select.int]

@@ -37,7 +37,7 @@ FAMILIES = {
     "int8": ("triton_int8", "products of int8 inputs run on the weight-only kernel, or on torch._int_mm"),
 }
 Prover = Callable[[torch.device, str], dict[str, str | None]]
-_PROVERS: list[Prover] = []  # one, set in kernels/__init__.py
+_PROVERS: list[Prover] = []  # one, set in __init__.py
 
 
 def register(prover: Prover) -> Prover:
