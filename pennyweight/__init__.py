@@ -26,9 +26,10 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .support.version import __version__
+
 if TYPE_CHECKING:
     from .algorithms import AccuracyWarning, calibrate, improve, sample, search, sparsify_
-    from .core.errors import ArgumentError
     from .core.fallback import FallbackError, FallbackWarning, fallbacks, reset_fallbacks, strict
     from .core.formats import Format, get_format
     from .core.spec import ActivationSpec, QuantSpec
@@ -51,9 +52,8 @@ if TYPE_CHECKING:
         register_quantize_module_handler,
     )
     from .report import Comparison, Golden, Verification, assert_kl, compare, golden, load, verify
+    from .support.errors import ArgumentError
     from .training import QATConfig, distillation_loss, enable_fake_quant
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AOBaseConfig",
@@ -169,7 +169,7 @@ _MODULES: tuple[str, ...] = (
 # Names whose module is known without importing others. PennyweightConfig is not in __all__: `from pennyweight import *`
 # must not need its library.
 _HOMES = {
-    "ActivationSpec": "core.spec", "AffineQuantizedTensor": "core.tensor", "ArgumentError": "core.errors",
+    "ActivationSpec": "core.spec", "AffineQuantizedTensor": "core.tensor", "ArgumentError": "support.errors",
     "FallbackError": "core.fallback", "FallbackWarning": "core.fallback", "Format": "core.formats",
     "PennyweightConfig": "integrations.transformers", "QuantSpec": "core.spec", "fallbacks": "core.fallback",
     "get_format": "core.formats", "lower": "graph_mode", "reset_fallbacks": "core.fallback", "strict": "core.fallback",
@@ -200,7 +200,7 @@ def __getattr__(name: str) -> Any:
             except ModuleNotFoundError as error:
                 if error.name != "transformers":
                     raise
-                from .core.extras import install
+                from .support.extras import install
 
                 text = f"pennyweight.{name} needs transformers: {install('hf')}"
                 raise ImportError(text, name=error.name) from error
@@ -209,7 +209,7 @@ def __getattr__(name: str) -> Any:
                 return value
     guess = ""
     if not name.startswith("_"):
-        from .core.arguments import did_you_mean
+        from .support.arguments import did_you_mean
 
         guess = did_you_mean(name, __all__, 3, 0.6)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{guess}")

@@ -15,9 +15,9 @@ from torch import nn
 
 from . import kernels  # noqa: F401
 from .core import distributed_hooks
-from .core.import_hooks import after_import
 from .core.module_repr import show_weights
 from .core.tensor import AffineQuantizedTensor
+from .support.import_hooks import after_import
 
 _PACKAGE = __package__ or "pennyweight"
 # the modules and base classes of models with save_pretrained

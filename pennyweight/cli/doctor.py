@@ -104,9 +104,9 @@ def examine() -> Health:
 
     import torch
 
-    from .. import __version__
     from ..kernels.target import target_of
     from ..kernels.torch_int8 import int_mm_saturates
+    from ..support.version import __version__
 
     versions = {"pennyweight": __version__, "torch": torch.__version__, "python": platform.python_version()}
     cpu = {

@@ -98,7 +98,7 @@ def explanation(checkpoint: Opened, layer: str, dtypes: tuple[str, ...], op: str
     op = op or op_of(meta.spec, meta.stored_shape)
     known = sorted({k.op for k in kernels()})
     if op not in known:
-        from ..core.arguments import did_you_mean
+        from ..support.arguments import did_you_mean
 
         raise ValueError(f"no kernels for op {op!r}{did_you_mean(op, known)}; available ops: {', '.join(known)}")
     if meta.axes is not None:
@@ -122,7 +122,7 @@ def _resolve(layer: str, known: set[str]) -> str:
     inside = sorted(n for n in known if n.startswith(f"{layer}."))
     if inside:
         raise ValueError(f"{layer} contains {len(inside)} tensors; pass one of them: {', '.join(inside[:6])}")
-    from ..core.arguments import did_you_mean
+    from ..support.arguments import did_you_mean
 
     raise ValueError(f"the checkpoint has no tensor {layer!r}{did_you_mean(layer, sorted(known | modules))}")
 

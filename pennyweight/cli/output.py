@@ -213,8 +213,8 @@ def publish_output(folder: str, out_dir: str) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """The bar of a command on stderr, see core/progress.py. Yields a function to pass as ``progress``."""
-    from ..core.progress import step
+    """The bar of a command on stderr, see support/progress.py. Yields a function to pass as ``progress``."""
+    from ..support.progress import step
 
     with step("", delay=0.5) as told:
         yield told

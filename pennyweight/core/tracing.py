@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..support.errors import ArgumentError
 from .call_site import in_layer
-from .errors import ArgumentError
 
 
 def in_memory(t: Tensor) -> bool:

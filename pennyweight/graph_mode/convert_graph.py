@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..core.errors import ArgumentError
+from ..support.errors import ArgumentError
 from .code_range import EPS, is_per_channel, to_underlying_dtype
 from .dequantize_copies import copy_dequantize_per_user, port_metadata
 from .graph_edits import FROM_NODE, add_constant, evaluate, fold_constants, made_from, producers, the_device

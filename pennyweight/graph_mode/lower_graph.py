@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from ..core.arguments import check_arguments
-from ..core.errors import ArgumentError
 from ..core.formats import INT7, INT8, UINT7, UINT8, Format
+from ..core.model_arguments import check_arguments
 from ..core.numerics import Parts
 from ..core.spec import ActivationSpec, QuantSpec
 from ..core.tensor import AffineQuantizedTensor
@@ -26,6 +25,7 @@ from ..inference.freeze import freeze_
 from ..kernels.repack import prepare as pack
 from ..kernels.table import case_of, select
 from ..planning.report import Report, Row
+from ..support.errors import ArgumentError
 from .graph_edits import FROM_NODE, constant_of, erase_dead, evaluate, made_from, new_name, producers
 from .lower_values import lower_values
 from .lowered_layers import DynamicConv, DynamicLinear

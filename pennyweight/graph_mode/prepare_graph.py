@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
-from ..core.errors import ArgumentError
+from ..support.errors import ArgumentError
 from .fake_quantize import FakeQuantizeBase
 from .fold_batch_norm import fold_batch_norms
 from .graph_edits import FROM_NODE, insert_observer, producers

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core import fallback
-from ..core.errors import ArgumentError
 from ..kernels.block import Call, Steps, run_reference
+from ..support.errors import ArgumentError
 from . import block_cache
 from .block_arguments import Read, Reader, mask_refusal
 from .cross_attention import CrossAttention

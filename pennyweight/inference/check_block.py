@@ -6,7 +6,6 @@ On with the environment variable ``PENNYWEIGHT_CHECK=1``, or within :func:`check
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,9 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ..support import environment
 from .verify_block import difference, tolerance
 
-_CHECK: ContextVar[bool] = ContextVar("pennyweight_check", default=os.environ.get("PENNYWEIGHT_CHECK", "") == "1")
+_CHECK: ContextVar[bool] = ContextVar("pennyweight_check", default=environment.CHECK.read() == "1")
 
 
 class CheckError(RuntimeError):

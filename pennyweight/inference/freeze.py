@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.arguments import check_arguments
 from ..core.describe_spec import describe, describe_activation, shorten
+from ..core.model_arguments import check_arguments
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.linear import linear
 from ..kernels.table import case_of, select

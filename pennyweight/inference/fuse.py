@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.arguments import check_arguments
+from ..core.model_arguments import check_arguments
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.report import Report, Row
 from . import check_block as checks

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.arguments import check_arguments
+from ..core.model_arguments import check_arguments
 from ..core.numerics import sqnr
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.configs import AOBaseConfig

@@ -19,8 +19,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import PushToHubMixin
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..core.arguments import check_arguments, check_names, check_nothing, did_you_mean, show
-from ..core.errors import ArgumentTypeError
+from ..core.model_arguments import check_arguments
 from ..core.tensor import AffineQuantizedTensor
 from ..io.atomic_write import write_bytes
 from ..io.config_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY, quantization_config
@@ -37,6 +36,8 @@ from ..planning.configs.aliases import algorithm_of, by_name
 from ..planning.configs.files import is_config_file, read_config
 from ..planning.configs.serialize import config_from_data
 from ..planning.plan import ON_INDIVISIBLE
+from ..support.arguments import check_names, check_nothing, did_you_mean, show
+from ..support.errors import ArgumentTypeError
 from .transformers_quantizer import PennyweightQuantizer
 
 __all__ = ["PennyweightConfig", "PennyweightQuantizer", "attach_quantizer", "load_pretrained"]

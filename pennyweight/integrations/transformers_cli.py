@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from importlib.metadata import entry_points
 
-from ..core.extras import install
+from ..support.extras import install
 
 
 def main() -> None:

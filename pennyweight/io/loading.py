@@ -9,12 +9,12 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from ..core.arguments import check_arguments
-from ..core.progress import Callback, Progress, step
+from ..core.model_arguments import check_arguments
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.repack import prepare
 from ..planning.report import ALGORITHM
 from ..quantize.save_pretrained import settle_saving_
+from ..support.progress import Callback, Progress, step
 from .detect_format import open as open_any
 from .file import CheckpointError
 from .lazy_checkpoint import Opened

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.errors import ArgumentError
+from ..support.errors import ArgumentError
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "silu"]
 # In the order of Function in cpu/src/abi.h, after IDENTITY.

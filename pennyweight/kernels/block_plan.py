@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import ArgumentError
 from ..core.tensor import AffineQuantizedTensor
+from ..support.errors import ArgumentError
 from .block import ACTIVATIONS, AttentionStep, Columns, LinearStep, Norm, NormStep, RotaryStep, Step, Steps
 from .cpu import int_linear
 from .cpu.attention import NORMS, ROTATIONS, RowNorm

@@ -5,7 +5,7 @@ Only these modules call the native library (enforced by a test). They check all 
 
 C++ receives addresses and sizes and trusts them. So each function here takes tensors, checks the device, dtype, element
 count, contiguity and combination that the native code expects, and raises
-:class:`~pennyweight.core.errors.ArgumentError` otherwise, before it takes an address. The extents are those that
+:class:`~pennyweight.support.errors.ArgumentError` otherwise, before it takes an address. The extents are those that
 src/*.h read and write; a debug build of the library asserts them again (src/check.h).
 
 ``linear`` is called millions of times, so its checks are split. The weight is checked once, when its :class:`Operand`
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..core.errors import ArgumentError
 from ..core.tracing import in_memory, is_observed
+from ..support.errors import ArgumentError
 from .cpu import library
 from .cpu.library import BF16, E4M3, E8M0, F16, F32, I8, NONE, U8, FloatLinear, IntLinear, LinearArgs
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..core.blocks import counts, resolve
-from ..core.errors import ArgumentError
 from ..core.layouts import portable_layout
 from ..core.packing import stream_shape
 from ..core.tensor import AffineQuantizedTensor
 from ..core.tracing import in_memory
+from ..support.errors import ArgumentError
 from .block import Norm
 from .cpu.attention import NORMS, ROTATIONS, AttentionArgs, CacheCodes, RotaryArgs
 from .cpu.library import KINDS, NONE, U8

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..core.errors import ArgumentError
 from ..core.tracing import is_observed
+from ..support.errors import ArgumentError
 from .block import AttentionStep, Call, Steps
 from .block_plan import Plan, Refused, Structures, indices, plan, structures
 from .cpu.attention import CacheCodes

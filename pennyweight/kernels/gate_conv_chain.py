@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import ArgumentError
 from ..core.tracing import in_memory
+from ..support.errors import ArgumentError
 from .conv_chain import (
     FUNCTIONS,
     AddStep,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.call_site import in_layer
-from ..core.errors import ArgumentError
+from ..support.errors import ArgumentError
 from .cpu import library
 from .cpu.library import KINDS, U8
 from .gate import (

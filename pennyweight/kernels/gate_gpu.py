@@ -2,7 +2,7 @@
 
 A GPU kernel gets addresses and sizes and trusts them; a wrong one reads other tensors or ends the process' context. So
 tensors are passed through :func:`aligned` (parts of a weight, once), :func:`rows` (an input, at each call) and
-:func:`vector` (a bias), which raise :class:`~pennyweight.core.errors.ArgumentError` otherwise.
+:func:`vector` (a bias), which raise :class:`~pennyweight.support.errors.ArgumentError` otherwise.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..core.call_site import in_layer
-from ..core.errors import ArgumentError
 from ..core.tracing import is_observed
+from ..support.errors import ArgumentError
 
 ALIGNMENT = 16  # bytes of the widest load; of another address Triton would compile a second variant
 _INT32 = 1 << 31

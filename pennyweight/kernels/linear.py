@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core import fallback
 from ..core.call_site import in_layer
-from ..core.errors import ArgumentError
 from ..core.tensor import FUNCTIONS, AffineQuantizedTensor, foreign, implements
 from ..core.tracing import in_memory, is_observed
+from ..support.errors import ArgumentError
 from .activation import autocast_dtype
 from .gate_gpu import on_device
 from .linear_op import checked_kernel, traced_linear, unreadable, untraced, warn_dequantizes

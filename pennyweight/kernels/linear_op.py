@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from ..core.call_site import in_layer
-from ..core.errors import ArgumentError
-from ..core.import_hooks import after_import
 from ..core.numerics import Parts
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
 from ..core.tensor import SLOTS, AffineQuantizedTensor, static_json
 from ..core.tracing import is_observed
+from ..support.errors import ArgumentError
+from ..support.import_hooks import after_import
 from .gate_gpu import on_device
 from .table import Bound as BoundKernel
 from .table import Case, Kernel, case_of, get_kernel, reorders, select

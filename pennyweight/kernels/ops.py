@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..core import fallback
 from ..core.call_site import in_layer
-from ..core.errors import ArgumentError
 from ..core.numerics import permute_last_axis, unpermute_last_axis
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
 from ..core.tensor import SLOTS, AffineQuantizedTensor, implements, static_json
 from ..core.tracing import in_memory, refuse_jit_trace
+from ..support.errors import ArgumentError
 from . import torch_gpu
 from .cpu import experts
 from .linear import linear, run_linear

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core import blocks
-from ..core.arguments import did_you_mean
-from ..core.errors import ArgumentError
 from ..core.spec import ActivationSpec, QuantSpec
 from ..core.tensor import AffineQuantizedTensor
+from ..support.arguments import did_you_mean
+from ..support.errors import ArgumentError
 from .target import device_type, fits, read_target, target_of
 
 
@@ -216,7 +216,7 @@ class Explanation:
         return f"<Explanation: {runs} runs {self.op}: {self.case}>"
 
     def _repr_html_(self) -> str:
-        from ..core.html_table import html_table
+        from ..support.html_table import html_table
 
         rows = [[name, str(rank), verdict] for name, rank, verdict in self.rows]
         runs = next((i for i, row in enumerate(rows) if row[2] == "RUNS"), None)

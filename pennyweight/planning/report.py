@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..core.arguments import ReturnedInPlaceOfModel
-from ..core.data_frame import ANY, FLAG, REAL, TEXT, WHOLE, to_frame
-from ..core.html_table import html_table
-from ..core.text_table import text_table
+from ..core.model_arguments import ReturnedInPlaceOfModel
+from ..support.data_frame import ANY, FLAG, REAL, TEXT, WHOLE, to_frame
+from ..support.html_table import html_table
+from ..support.text_table import text_table
 
 if TYPE_CHECKING:
     from pandas import DataFrame

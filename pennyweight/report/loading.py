@@ -9,13 +9,13 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from ..core.arguments import check_arguments
-from ..core.extras import install
-from ..core.progress import Progress
+from ..core.model_arguments import check_arguments
 from ..io import loading
 from ..io.config_files import folder_of, read_config, read_side_json
 from ..io.file import CheckpointError, no_such_path
 from ..io.meta_model import fresh_model
+from ..support.extras import install
+from ..support.progress import Progress
 from .golden_outputs import FILE, Golden, Verification, golden, verify
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -223,7 +223,7 @@ def _inputs(exact: nn.Module, batches: Any) -> list[Inputs]:
 
 
 def _versions() -> str:
-    from .. import __version__
+    from ..support.version import __version__
 
     machine = f"{platform.machine()}, {torch.get_num_threads()} threads"
     return f"Pennyweight {__version__}, torch {torch.__version__}, {machine}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pennyweight as pw
-from pennyweight.core.errors import ArgumentError
+from pennyweight.support.errors import ArgumentError
 from tests.inference.function_mode import SeenFunctions
 from tests.inference.fuse_models import blocks_of, inputs, model_of
 

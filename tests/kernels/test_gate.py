@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 import pennyweight
-from pennyweight.core.errors import ArgumentError
 from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
@@ -20,6 +19,7 @@ from pennyweight.kernels.cpu import library
 from pennyweight.kernels.cpu.convert import rounding_of
 from pennyweight.kernels.cpu.matrix_view import affine
 from pennyweight.kernels.repack import prepare
+from pennyweight.support.errors import ArgumentError
 
 PACKAGE = Path(pennyweight.__file__).parent
 SOURCES = PACKAGE / "kernels" / "cpu" / "src"

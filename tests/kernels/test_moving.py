@@ -22,7 +22,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import pennyweight as pw
 from pennyweight.core import device_hooks
-from pennyweight.core.errors import ArgumentError
 from pennyweight.core.layouts import READABLE, get_layout
 from pennyweight.core.ops.parts import stored_tensors
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
@@ -32,6 +31,7 @@ from pennyweight.kernels.linear_op import checked_kernel
 from pennyweight.kernels.repack import prepare
 from pennyweight.kernels.table import Case, case_of, get_kernel, select
 from pennyweight.kernels.target import assume_target
+from pennyweight.support.errors import ArgumentError
 
 ROWS = pw.PerRow()
 CONFIGS: list[Any] = [

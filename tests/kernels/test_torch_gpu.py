@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pennyweight.core.errors import ArgumentError
 from pennyweight.core.formats import E2M1, E4M3, E5M2, INT4, INT7, INT8
 from pennyweight.core.layouts import LAYOUTS
 from pennyweight.core.numerics import quantize
@@ -37,6 +36,7 @@ from pennyweight.kernels.table import Case, get_kernel
 from pennyweight.kernels.target import assume_target, fits
 from pennyweight.kernels.torch_gpu import LIMITS
 from pennyweight.kernels.torch_gpu_layouts import int4_codes, int4_words, tiled_scales, untiled_scales
+from pennyweight.support.errors import ArgumentError
 
 from . import torch_gpu_ops as ops
 

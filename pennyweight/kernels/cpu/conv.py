@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.errors import ArgumentError
 from ...core.formats import INT3, INT4, INT7, INT8, UINT4, UINT7, UINT8
 from ...core.layouts import Layout, register_layout
 from ...core.numerics import Parts
@@ -27,6 +26,7 @@ from ...core.spec import INT8_ROW, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
 from ...core.tensor import static_json
 from ...core.tracing import in_memory
+from ...support.errors import ArgumentError
 from .. import gate, gate_conv
 from ..linear_op import LIBRARY, _flatten, _nest
 from ..table import Case, Kernel, case_of, register_kernel

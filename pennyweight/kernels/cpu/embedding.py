@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.errors import ArgumentError
 from ...core.layouts import READABLE
 from ...core.numerics import Parts, dequantize, scale_value
 from ...core.spec import DTYPES, QuantSpec
 from ...core.tensor import AffineQuantizedTensor, static_json
 from ...core.tracing import in_memory
+from ...support.errors import ArgumentError
 from .. import embedding
 from ..linear_op import LIBRARY, _flatten, _nest
 from ..table import Case, Kernel, register_kernel

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.errors import ArgumentError
 from ...core.formats import E4M3, UFLOAT4, UFLOAT8, Format, decision_levels
 from ...core.packing import stream_shape
 from ...core.tensor import AffineQuantizedTensor
 from ...core.tracing import in_memory, plain_tensors
+from ...support.errors import ArgumentError
 from .. import gate, gate_convert
 from .library import KINDS, usable
 

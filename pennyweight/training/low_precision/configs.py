@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.arguments import check_choice
 from ...core.formats import INT8, Format
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
@@ -16,6 +15,7 @@ from ...distributed.dtensor import local_tensor
 from ...kernels.target import target_of
 from ...planning.configs.base import AnyDtype, AOBaseConfig, as_format
 from ...planning.module_handlers import register_quantize_module_handler
+from ...support.arguments import check_choice
 from .gemm_table import Case, select
 from .layer import LowPrecisionLinear, convert_
 from .recipes import FLOAT8, HIGH, MX, Operand, Recipe, get_recipe

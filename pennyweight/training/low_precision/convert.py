@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from ...core.arguments import check_arguments
+from ...core.model_arguments import check_arguments
 from ...core.ops.inplace import stochastic_writes
 from ...core.tensor import AffineQuantizedTensor
 from ...planning.report import Report, Row

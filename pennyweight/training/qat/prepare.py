@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...algorithms.solve import Solved
-from ...core.arguments import check_arguments
+from ...core.model_arguments import check_arguments
 from ...core.numerics import Parts, dequantize, sqnr
 from ...core.qparams import default_rule
 from ...core.rounding_interval import clamp_to_interval

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pennyweight.core.errors import ArgumentError
 from pennyweight.core.numerics import dequantize
 from pennyweight.io.gguf import quantize as module
 from pennyweight.io.gguf.blocks import TYPES
 from pennyweight.io.gguf.quantize import WEIGHTED, quantize, quantize_native
 from pennyweight.kernels import gate_convert
 from pennyweight.kernels.cpu import library
+from pennyweight.support.errors import ArgumentError
 
 pytestmark = pytest.mark.skipif(library.available() is not True, reason="no native library")
 NAMES = [name for name, kind in TYPES.items() if kind.id in gate_convert.GGUF_BLOCKS]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pennyweight.core import blocks
-from pennyweight.core.errors import ArgumentError
 from pennyweight.core.formats import INT8, get_format
 from pennyweight.core.layouts import portable_layout
 from pennyweight.core.packing import unpack_bits
@@ -18,6 +17,7 @@ from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels import gate_attention
 from pennyweight.kernels.block import Call, Norm, attend, normalize, rotate
 from pennyweight.kernels.cpu import library
+from pennyweight.support.errors import ArgumentError
 
 pytestmark = pytest.mark.skipif(library.available() is not True, reason="no native library here")
 

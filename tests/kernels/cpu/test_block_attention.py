@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from pennyweight.core.errors import ArgumentError
 from pennyweight.core.formats import get_format
 from pennyweight.core.layouts import portable_layout
 from pennyweight.core.spec import QuantSpec
@@ -26,6 +25,7 @@ from pennyweight.kernels.block import (
     run_reference,
 )
 from pennyweight.kernels.cpu import library
+from pennyweight.support.errors import ArgumentError
 from tests.kernels.cpu.test_block import DTYPES, compiled, isa, layer, norm, random, run, threads
 
 __all__ = ["isa", "threads"]  # fixtures

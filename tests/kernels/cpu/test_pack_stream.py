@@ -10,7 +10,6 @@ from torch import nn
 
 import pennyweight as pw
 from pennyweight.core import layouts, packing
-from pennyweight.core.errors import ArgumentError
 from pennyweight.core.formats import INT3, INT4, NF4, UINT4
 from pennyweight.core.packing import pack_bits
 from pennyweight.core.spec import QuantSpec
@@ -19,6 +18,7 @@ from pennyweight.kernels import gate_convert
 from pennyweight.kernels.cpu import library
 from pennyweight.kernels.cpu.int_linear import tile_rows
 from pennyweight.kernels.cpu.pack_ops import pack_codes, pack_stream
+from pennyweight.support.errors import ArgumentError
 
 pytestmark = pytest.mark.skipif(library.available() is not True, reason=f"native library: {library.available()}")
 

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 import pennyweight as pw
-from pennyweight.core import progress
-from pennyweight.core.progress import step
+from pennyweight.support import progress
+from pennyweight.support.progress import step
 
 pty = pytest.importorskip("pty")  # not on Windows
 
 QUANTIZE = """
 import torch, pennyweight as pw
-from pennyweight.core import progress
+from pennyweight.support import progress
 progress.DELAY = {delay}
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
 data = [torch.randn(16, 64) for _ in range(3)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pennyweight.core.import_hooks import after_import
+from pennyweight.support.import_hooks import after_import
 
 NAME = "watched_by_a_test"
 

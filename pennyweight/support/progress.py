@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Protocol
 
+from . import environment
+
 Callback = Callable[[int, int, str], None]
 Progress = Callback | bool | None
 
-VARIABLE = "PENNYWEIGHT_PROGRESS"
 DELAY = 2.0  # seconds
 _REDRAW = 0.2  # seconds between two drawings in a notebook; rich limits its own
 
@@ -168,7 +169,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 def _display(progress: bool | None) -> type[_Terminal | _Notebook] | None:
     """How a bar is drawn here; None: not at all."""
-    wanted = os.environ.get(VARIABLE, "").strip().lower()
+    wanted = environment.PROGRESS.read().lower()
     if (wanted in ("0", "off", "no", "false") and not progress) or os.environ.get("RANK", "0") != "0":
         return None
     if _in_notebook():
