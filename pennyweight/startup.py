@@ -33,6 +33,10 @@ def _register_with_accelerate() -> None:
     import_module(".integrations.accelerate", _PACKAGE).register()
 
 
+def _callers() -> Any:
+    return import_module(".integrations.callers", _PACKAGE)
+
+
 def _register_torchao_reader() -> None:
     from .io.detect_format import EXTERNAL_READERS, ExternalReader
 
@@ -83,6 +87,8 @@ after_import("diffusers.quantizers.auto", lambda: import_module(".integrations.d
 after_import(_TRANSFORMERS[0], lambda: _settle_when_saved(*_TRANSFORMERS))
 after_import(_DIFFUSERS[0], lambda: _settle_when_saved(*_DIFFUSERS))
 after_import("accelerate.utils.modeling", _register_with_accelerate)
+after_import("accelerate.utils.offload", lambda: _callers().register_accelerate())
+after_import("peft.utils.other", lambda: _callers().register_peft())
 after_import("torch.onnx", lambda: import_module(".export.torch_onnx", _PACKAGE).explain_failures())
 distributed_hooks.load_with(lambda: import_module(".distributed.dispatch", _PACKAGE))
 # Tables of lower layers with entries from higher ones, filled as soon as their module is imported
