@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.limits import Limits
 from pennyweight.integrations.kv_cache import QuantizedLayer
-from pennyweight.kernels import gate_attention
+from pennyweight.kernels.native import attention as native_attention
 
 CACHES = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
 SHAPES = ((1, 8, 64), (8, 8, 64), (1, 8, 128), (1, 32, 64))  # batch, heads of keys, channels
@@ -72,14 +72,14 @@ def cases(kind: str, batch: int, shared: int, size: int, tokens: int, length: in
         k, v = torch.randn(2, batch, shared, length, size).to(dtype)
         if CACHES[kind] > 8:
             nbytes = k.nbytes + v.nbytes
-            native.calls.append(lambda k=k, v=v: gate_attention.attention(q, k, v, causal=causal))
+            native.calls.append(lambda k=k, v=v: native_attention.attention(q, k, v, causal=causal))
             peer.calls.append(lambda k=k, v=v: attend(k, v))
             continue
         layer = QuantizedLayer(CACHES[kind])
         layer.update(k, v)
         past, k, v = (layer.past_keys, layer.past_values), layer.keys, layer.values
         nbytes = sum(t.nbytes for t in layer.stored if t is not None)
-        native.calls.append(lambda k=k, v=v, past=past: gate_attention.attention(q, k, v, causal=causal, past=past))
+        native.calls.append(lambda k=k, v=v, past=past: native_attention.attention(q, k, v, causal=causal, past=past))
         peer.calls.append(
             lambda k=k, v=v, past=past: attend(
                 *(torch.cat((t.dequantize(), new), 2) for t, new in zip(past, (k, v), strict=True))

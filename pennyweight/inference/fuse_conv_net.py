@@ -17,7 +17,7 @@ from torch.utils import _pytree
 
 from ..core.tensor import AffineQuantizedTensor
 from ..core.tracing import in_memory
-from ..kernels.gate_conv_chain import NativeChain, compile_chain
+from ..kernels.native.conv_chain import NativeChain, compile_chain
 from ..planning.report import Row
 from . import check_block as checks
 from .block_arguments import is_observed

@@ -20,7 +20,7 @@ from torch.nn.modules import module as _modules
 from ..core.tensor import AffineQuantizedTensor
 from ..core.tracing import in_memory
 from ..kernels.activation import autocast_dtype
-from ..kernels.gate import PLAIN
+from ..kernels.native.arguments import PLAIN
 from ..kernels.table import Case, Together, case_of, select
 from ..support.arguments import show
 from ..support.errors import ArgumentTypeError

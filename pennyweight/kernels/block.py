@@ -1,7 +1,7 @@
 """Steps of a transformer block for inference, on numbered buffers of rows, and their plain reference.
 
-The native executor (gate_block.py, cpu/src/block.h) runs the steps of a block in one call with one parallel region. The
-reference here is the definition of every step; the native result agrees with it within float32 rounding.
+The native executor (native/block.py, cpu/src/block.h) runs the steps of a block in one call with one parallel region.
+The reference here is the definition of every step; the native result agrees with it within float32 rounding.
 
 Buffers are matrices [rows, width], rows = batch * tokens. Buffer 0 is the block's input and buffer 1 its output, both
 in the dtype of the model; the others are scratch in float32. All arithmetic between products is in float32.

@@ -33,7 +33,7 @@ from .cpu.block import (
 )
 from .cpu.block import Columns as NativeColumns
 from .cpu.library import F32, NONE, IntLinear, LinearArgs
-from .gate import FLOAT_KINDS, Operand
+from .native.arguments import FLOAT_KINDS, Operand
 from .table import case_of
 
 MOST_CHANNELS = 1024  # of a head, as in src/check.h

@@ -23,7 +23,7 @@ from ..core.tensor import FUNCTIONS, AffineQuantizedTensor, foreign, implements
 from ..core.tracing import in_memory, is_observed
 from ..support.errors import ArgumentError
 from .activation import autocast_dtype
-from .gate_gpu import on_device
+from .gpu_arguments import on_device
 from .linear_op import checked_kernel, traced_linear, unreadable, untraced, warn_dequantizes
 from .table import case_of, reorders, select
 

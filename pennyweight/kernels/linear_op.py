@@ -25,7 +25,7 @@ from ..core.tensor import SLOTS, AffineQuantizedTensor, static_json
 from ..core.tracing import is_observed
 from ..support.errors import ArgumentError
 from ..support.import_hooks import after_import
-from .gate_gpu import on_device
+from .gpu_arguments import on_device
 from .table import Bound as BoundKernel
 from .table import Case, Kernel, case_of, get_kernel, reorders, select
 from .target import target_of
@@ -56,7 +56,7 @@ def _paused_trace() -> Iterator[None]:
 def checked_kernel(
     kernel: Kernel, case: Case, device: torch.device, inner: QT | None = None
 ) -> Callable[[Tensor, Any, Tensor | None], Tensor | None]:
-    """Wrap a kernel that uses torch ops: adds the checks that native kernels do themselves (kernels/gate.py), and
+    """Wrap a kernel that uses torch ops: adds the checks that native kernels do themselves (native/linear.py), and
     permutes the input if the weight has a ``perm``.
 
     device  of the weight, with its index

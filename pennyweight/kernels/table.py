@@ -48,7 +48,7 @@ class Case:
 class Bound(NamedTuple):
     """A kernel specialized for one case, with everything static precomputed.
 
-    run      (x, operand, bias) -> y, or None if the kernel cannot read x or bias: see kernels/gate.py
+    run      (x, operand, bias) -> y, or None if the kernel cannot read x or bias: see kernels/native/linear.py
     operand  parts of a weight -> the checked operand that ``run`` takes
     """
 

@@ -537,7 +537,7 @@ def test_caches_that_cross_attention_cannot_read(cache: str) -> None:
     same(call, "bart")
 
 
-# -- the gate ----------------------------------------------------------------------------------------------------------
+# -- arguments of native code ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", [lambda t: t[:1].expand(64), lambda t: t.double(), lambda t: t[:32].clone()])

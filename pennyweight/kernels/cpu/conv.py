@@ -27,8 +27,9 @@ from ...core.tensor import AffineQuantizedTensor as QT
 from ...core.tensor import static_json
 from ...core.tracing import in_memory
 from ...support.errors import ArgumentError
-from .. import gate, gate_conv
 from ..linear_op import LIBRARY, _flatten, _nest
+from ..native import arguments
+from ..native import conv as native_conv
 from ..table import Case, Kernel, case_of, register_kernel
 from ..target import target_of
 from .int_linear import describe as describe_linear
@@ -208,19 +209,19 @@ def describe(case: Case) -> Conv:
 class Bound(NamedTuple):
     """A convolution specialized for one case."""
 
-    run: gate_conv.ConvolutionProduct
-    operand: Callable[[Any], gate.Operand]
+    run: native_conv.ConvolutionProduct
+    operand: Callable[[Any], arguments.Operand]
 
 
 @lru_cache(maxsize=4096)
 def bind(case: Case) -> Bound:
     """The kernel specialized for one case: a call, and parts of a weight -> its checked operand."""
     struct = describe(replace(case, spec=case.spec.with_(layout="plain")))
-    check = gate.operands(f"convolution {list(case.shape)} {case.spec}", gate_conv.conv_parts(struct), 0)
+    check = arguments.operands(f"convolution {list(case.shape)} {case.spec}", native_conv.conv_parts(struct), 0)
     act = case.act
     shift = 128 if act is not None and act.spec.format is UINT8 else 0
 
-    def operand(w: Any) -> gate.Operand:
+    def operand(w: Any) -> arguments.Operand:
         static = None
         if act is not None and act.mode == "static":
             if w.act_scale is None:
@@ -230,7 +231,7 @@ def bind(case: Case) -> Bound:
             static = (w.act_scale, act.spec.scale, w.act_zero_point, shift)
         return check((w.codes, w.scale, w.zero_point), None, static)
 
-    return Bound(gate_conv.convolution(struct, case.dtype), operand)
+    return Bound(native_conv.convolution(struct, case.dtype), operand)
 
 
 def _call(x: Tensor, w: Any, case: Case, bias: Tensor | None, rest: Sequence[Any]) -> Tensor:
@@ -292,10 +293,10 @@ def _fake(
 ) -> Tensor:  # fmt: skip
     o, _, *kernel = _parse_key(key)[3]
     stride, padding, dilation = (v if len(v) > 1 else [*v] * len(kernel) for v in (stride, padding, dilation))
-    out = gate_conv.convolution_sizes(x.shape[2:], kernel, stride, padding, dilation)
+    out = native_conv.convolution_sizes(x.shape[2:], kernel, stride, padding, dilation)
     if x.ndim == 3:
         return x.new_empty((x.shape[0], o, *out))
-    return x.new_empty((x.shape[0], o, *out)).contiguous(memory_format=gate_conv.output_format(x))
+    return x.new_empty((x.shape[0], o, *out)).contiguous(memory_format=native_conv.output_format(x))
 
 
 LIBRARY.define(

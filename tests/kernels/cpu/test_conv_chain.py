@@ -25,7 +25,7 @@ from pennyweight.kernels.conv_chain import (
     run_reference,
 )
 from pennyweight.kernels.cpu import library
-from pennyweight.kernels.gate_conv_chain import NativeChain, compile_chain
+from pennyweight.kernels.native.conv_chain import NativeChain, compile_chain
 from pennyweight.support.errors import ArgumentError
 
 pytestmark = pytest.mark.skipif(library.available() is not True, reason=str(library.available()))

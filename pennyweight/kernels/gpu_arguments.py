@@ -1,4 +1,4 @@
-"""The gate to GPU kernels: checks of what is passed to them, and the device that they run on.
+"""Checks of what GPU kernels are given, and the device that they run on.
 
 A GPU kernel gets addresses and sizes and trusts them; a wrong one reads other tensors or ends the process' context. So
 tensors are passed through :func:`aligned` (parts of a weight, once), :func:`rows` (an input, at each call) and

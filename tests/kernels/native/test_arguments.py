@@ -1,4 +1,4 @@
-"""Native code is called from kernels/gate*.py alone, with arguments that were checked."""
+"""Native code is called from kernels/native alone, with arguments that were checked."""
 
 import ast
 import re
@@ -14,24 +14,20 @@ import pennyweight
 from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.kernels import gate_attention, gate_convert
 from pennyweight.kernels.cpu import library
 from pennyweight.kernels.cpu.convert import rounding_of
 from pennyweight.kernels.cpu.matrix_view import affine
+from pennyweight.kernels.native import attention as native_attention
+from pennyweight.kernels.native import convert as native_convert
 from pennyweight.kernels.repack import prepare
 from pennyweight.support.errors import ArgumentError
 
 PACKAGE = Path(pennyweight.__file__).parent
 SOURCES = PACKAGE / "kernels" / "cpu" / "src"
-# Who may ask for an address, and what for. None of them gives it to native code.
+# Who else may ask for an address, and what for. None of them gives it to native code.
 ADDRESSES = {
-    "kernels/gate.py": "gives them to native code, checked",
-    "kernels/gate_conv.py": "gives them to native code, checked",
-    "kernels/gate_conv_chain.py": "gives them to native code, checked",
-    "kernels/gate_block.py": "gives them to native code, checked",
-    "kernels/gate_attention.py": "gives them to native code, checked",
     "kernels/torch_int8.py": "alignment, which torch's own kernel needs",
-    "kernels/gate_gpu.py": "alignment, which GPU kernels need",
+    "kernels/gpu_arguments.py": "alignment, which GPU kernels need",
     "quantize/rollback.py": "identity", "core/ops/inplace.py": "identity", "core/storage.py": "refuses",
     "integrations/diffusers.py": "identity", "core/ops/view.py": "identity",
     "distributed/collectives.py": "identity",
@@ -40,7 +36,7 @@ ADDRESSES = {
     "io/state_dict.py": "identity", "io/gguf/blocks.py": "alignment", "optim/base.py": "identity",
     "compat/torchao/parq/optimizer.py": "identity",
 }  # fmt: skip
-GATES = tuple(f"kernels/gate{part}.py" for part in ("", "_attention", "_block", "_conv", "_conv_chain", "_convert"))
+NATIVE = [path.relative_to(PACKAGE).as_posix() for path in sorted((PACKAGE / "kernels" / "native").glob("*.py"))]
 WITHOUT_ADDRESSES = {"pw_abi", "pw_isa_count", "pw_isa_name", "pw_isa_here", "pw_isa_use"}
 native = pytest.mark.skipif(library.available() is not True, reason=str(library.available()))
 
@@ -58,9 +54,9 @@ def files() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def test_only_the_gate_calls_native_functions() -> None:
+def test_only_one_folder_calls_native_functions() -> None:
     native_names = re.compile(r"\bpw_[a-z_]+\b")
-    inside = {*GATES, "kernels/cpu/library.py"}
+    inside = {*NATIVE, "kernels/cpu/library.py"}
     for path in files():
         name = path.relative_to(PACKAGE).as_posix()
         if name in inside:
@@ -69,19 +65,19 @@ def test_only_the_gate_calls_native_functions() -> None:
         loads = re.search(
             r"\blibrary\.(native|load)\b|from \S*library import .*\b(native|load)\b", path.read_text(encoding="utf-8")
         )
-        assert not loads, f"{name} takes the native library; call pennyweight.kernels.gate"
+        assert not loads, f"{name} takes the native library; call pennyweight.kernels.native.linear"
 
 
-def test_only_the_gate_gives_addresses_away() -> None:
+def test_only_one_folder_gives_addresses_away() -> None:
     asking = {path.relative_to(PACKAGE).as_posix() for path in files() if uses(path, "data_ptr")}
-    assert asking <= ADDRESSES.keys()
+    assert asking - {*NATIVE} <= ADDRESSES.keys()
 
 
-def test_every_exported_function_has_its_gate() -> None:
+def test_every_exported_function_is_called_there() -> None:
     source = (SOURCES / "dispatch.cpp").read_text(encoding="utf-8")
     exported = set(re.findall(r"PW_EXPORT\s+[\w\s*]*?\b(pw_\w+)\(", source))
-    gates = [(PACKAGE / name).read_text(encoding="utf-8") for name in GATES]
-    called = set(re.findall(r'"(pw_\w+)"', "".join(gates)))
+    texts = [(PACKAGE / name).read_text(encoding="utf-8") for name in NATIVE]
+    called = set(re.findall(r'"(pw_\w+)"', "".join(texts)))
     assert exported == library._SIGNATURES.keys()
     assert called == exported - WITHOUT_ADDRESSES
 
@@ -101,41 +97,42 @@ def bad(t: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
-    """Each gate with tensors that it takes; what is done with them is tested elsewhere."""
+    """Each call with tensors that it takes; what is done with them is tested elsewhere."""
     a, q = rows(20, 64), rounding_of(QuantSpec(INT8, (-1,)), (20, 64), torch.float32, "symmetric", None)
     codes, scale, x = torch.zeros(20, 64, dtype=torch.int8), torch.ones(20, 1), torch.ones(20, 64)
     packed = torch.zeros(2, 2 * 64 * 4, dtype=torch.uint8)
     return {
-        "pack_codes": (lambda c, o: gate_convert.pack_codes(c, 64, 4, 0, o), [codes.view(torch.uint8), packed]),
+        "pack_codes": (lambda c, o: native_convert.pack_codes(c, 64, 4, 0, o), [codes.view(torch.uint8), packed]),
         "pack_stream": (
-            lambda s, o: gate_convert.pack_stream(s, 64, 64, 4, 8, o), [torch.zeros(20, 32, dtype=torch.uint8), packed],
+            lambda s, o: native_convert.pack_stream(s, 64, 64, 4, 8, o),
+            [torch.zeros(20, 32, dtype=torch.uint8), packed],
         ),
         "unpack_codes": (
-            lambda p, o: gate_convert.unpack_codes(p, 64, 4, 0, o), [packed, torch.zeros(20, 64, dtype=torch.uint8)],
+            lambda p, o: native_convert.unpack_codes(p, 64, 4, 0, o), [packed, torch.zeros(20, 64, dtype=torch.uint8)],
         ),
         "dequantize": (
-            lambda c, s, i, o: gate_convert.dequantize(a, (c, s, None, None), i, o, 1),
+            lambda c, s, i, o: native_convert.dequantize(a, (c, s, None, None), i, o, 1),
             [codes, scale, torch.arange(20), torch.zeros(20, 64)],
         ),
         "quantize": (
-            lambda x, c, s, room: gate_convert.quantize(q, x, (c, s, None, None), room, 1),
+            lambda x, c, s, room: native_convert.quantize(q, x, (c, s, None, None), room, 1),
             [x, codes, scale, torch.zeros(42, dtype=torch.float64)],
         ),
-        "ranges": (lambda x, o: gate_convert.ranges(a, x, o, 1), [x, torch.zeros(20, 1, 2)]),
-        "finite": (lambda x: gate_convert.finite(x, 1), [x]),
+        "ranges": (lambda x, o: native_convert.ranges(a, x, o, 1), [x, torch.zeros(20, 1, 2)]),
+        "finite": (lambda x: native_convert.finite(x, 1), [x]),
         "attention": (
-            lambda q, k, v, m, o: gate_attention.attention(q, k, v, m, out=o),
+            lambda q, k, v, m, o: native_attention.attention(q, k, v, m, out=o),
             [
                 torch.ones(2, 4, 3, 8), torch.ones(2, 2, 5, 8), torch.ones(2, 2, 5, 8), torch.ones(3, 5),
                 torch.ones(2, 4, 3, 8),
             ],
         ),
         "rotary": (
-            lambda q, k, v, keys, values, c, s: gate_attention.rotary(q, k, v, keys, values, 1, c, s, "half"),
+            lambda q, k, v, keys, values, c, s: native_attention.rotary(q, k, v, keys, values, 1, c, s, "half"),
             [torch.ones(2, 3, 4, 8), torch.ones(2, 3, 2, 8), torch.ones(2, 3, 2, 8), torch.ones(2, 2, 5, 8),
              torch.ones(2, 2, 5, 8), torch.ones(2, 3, 8), torch.ones(2, 3, 8)],
         ),
-        "probe": (lambda x: gate_convert.probe(0, x, x.numel() * 4, 1), [torch.ones(4096)]),
+        "probe": (lambda x: native_convert.probe(0, x, x.numel() * 4, 1), [torch.ones(4096)]),
     }  # fmt: skip
 
 
@@ -207,7 +204,7 @@ def test_tables_live_as_long_as_what_points_to_them() -> None:
     kept = {}
     for i in range(80):
         f = Format(
-            f"gate_test_{i}", 4, "table", torch.uint8, 0.0, float(15 + i), tuple(float(n + i) for n in range(16))
+            f"native_test_{i}", 4, "table", torch.uint8, 0.0, float(15 + i), tuple(float(n + i) for n in range(16))
         )
         w = QT.from_float(torch.rand(8, 64) * (15 + i), QuantSpec(f, (-1,)))
         kept[i] = w, w.dequantize()

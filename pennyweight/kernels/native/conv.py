@@ -1,4 +1,4 @@
-"""The gate to native convolutions: checks of the input, the bias and the parts of a weight; see gate.py."""
+"""Native convolutions: checks of the input, the bias and the parts of a weight; see arguments.py."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from ..core.tracing import in_memory
-from .cpu.library import U8, Conv, ConvArgs
-from .gate import FLOAT_KINDS, TILE, Operand, Part, _changed, address, check_status, count_tiles, native_function
+from ...core.tracing import in_memory
+from ..cpu.library import U8, Conv, ConvArgs
+from .arguments import (
+    FLOAT_KINDS,
+    TILE,
+    Operand,
+    Part,
+    address,
+    changed_part,
+    check_status,
+    count_tiles,
+    native_function,
+)
 
 _CHANNELS_LAST = torch.channels_last
 ConvolutionProduct = Callable[..., "Tensor | None"]
@@ -89,7 +99,7 @@ def convolution(struct: Conv, dtype: torch.dtype) -> ConvolutionProduct:
         if y.numel():
             parts = ((w.codes, w.codes_bytes), (w.scale, w.scale_bytes), *(w.more or ()))
             if any(p is not None and p.nbytes != size for p, size in parts):
-                raise _changed("convolution")
+                raise changed_part("convolution")
             factor, act_zero, scale = None, 0, w.scale
             if w.static is not None:
                 s, scale_dtype, zero, shift = w.static

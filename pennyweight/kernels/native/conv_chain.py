@@ -1,4 +1,4 @@
-"""The gate to native chains of convolutions; see conv_chain.py for the steps and gate.py for the rules of a gate.
+"""Native chains of convolutions; see kernels/conv_chain.py for the steps and arguments.py for the rules.
 
 Weights are checked when the chain is compiled, sizes once for each size of inputs. Each call checks its inputs, and
 that no part of a weight changed its size.
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.tracing import in_memory
-from ..support.errors import ArgumentError
-from .conv_chain import (
+from ...core.tracing import in_memory
+from ...support.errors import ArgumentError
+from ..conv_chain import (
     FUNCTIONS,
     AddStep,
     ConvChain,
@@ -29,8 +29,8 @@ from .conv_chain import (
     formats,
     structure,
 )
-from .cpu import library
-from .cpu.library import (
+from ..cpu import library
+from ..cpu.library import (
     CHAIN_ADD,
     CHAIN_CONV,
     CHAIN_INPUT,
@@ -41,8 +41,8 @@ from .cpu.library import (
     ChainStep,
     ChainTensor,
 )
-from .gate import TILE, address, check_status, count_tiles, native_function, optional_address
-from .gate_conv import _CHANNELS_LAST, conv_parts, convolution_sizes
+from .arguments import TILE, address, check_status, count_tiles, native_function, optional_address
+from .conv import _CHANNELS_LAST, conv_parts, convolution_sizes
 
 _KINDS = {InputStep: CHAIN_INPUT, ConvStep: CHAIN_CONV, MaxStep: CHAIN_MAX, MeanStep: CHAIN_MEAN, AddStep: CHAIN_ADD}
 _NUMBERS = {name: i for i, name in enumerate(FUNCTIONS)}

@@ -1,6 +1,6 @@
 """Native calls other than products: packing of codes, quantization, dequantization, optimizer steps.
 
-Like gate.py, each function checks its arguments against the extents that src/*.h read and write.
+As arguments.py says, each function checks its arguments against the extents that src/*.h read and write.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.call_site import in_layer
-from ..support.errors import ArgumentError
-from .cpu import library
-from .cpu.library import KINDS, U8
-from .gate import (
+from ...core.call_site import in_layer
+from ...support.errors import ArgumentError
+from ..cpu import library
+from ..cpu.library import KINDS, U8
+from .arguments import (
     DTYPES,
     FLOAT_KINDS,
     TILE,

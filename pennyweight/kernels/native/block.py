@@ -1,4 +1,4 @@
-"""The gate to the native steps of a transformer block; see block.py for the steps and gate.py for the rules of a gate.
+"""Native steps of a transformer block; see kernels/block.py for the steps and arguments.py for the rules.
 
 What is the same in all calls is checked once, when the block is compiled. Each call checks the input, the tensors of
 the :class:`~pennyweight.kernels.block.Call`, and that no parameter changed its size, dtype or device.
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..core.tracing import is_observed
-from ..support.errors import ArgumentError
-from .block import AttentionStep, Call, Steps
-from .block_plan import Plan, Refused, Structures, indices, plan, structures
-from .cpu.attention import CacheCodes
-from .cpu.library import U8, usable
-from .gate import _CPU, FLOAT_KINDS, PLAIN, address, check_status, native_function
-from .gate_attention import cache_codes, past_reason
+from ...core.tracing import is_observed
+from ...support.errors import ArgumentError
+from ..block import AttentionStep, Call, Steps
+from ..block_plan import Plan, Refused, Structures, indices, plan, structures
+from ..cpu.attention import CacheCodes
+from ..cpu.library import U8, usable
+from .arguments import CPU, FLOAT_KINDS, PLAIN, address, check_status, native_function
+from .attention import cache_codes, past_reason
 
 _SIZE, _KIND = attrgetter("nbytes"), attrgetter("dtype", "is_cpu")
 _MASK_KINDS = {torch.bool: U8, **FLOAT_KINDS}
@@ -115,7 +115,7 @@ class NativeBlock:
         if not x.is_contiguous():
             x = x.contiguous()
         batch, tokens, width = shape[0], shape[1], self._widths[1]
-        y = torch.empty_strided((batch, tokens, width), (tokens * width, width, 1), dtype=self._dtype, device=_CPU)
+        y = torch.empty_strided((batch, tokens, width), (tokens * width, width, 1), dtype=self._dtype, device=CPU)
         try:
             ready = self._ready.pop()
         except IndexError:  # all are in use by other Python threads

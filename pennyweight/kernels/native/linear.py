@@ -1,130 +1,36 @@
-"""The gate to native code: checks of addresses, and the products. Other native calls are in gate_convert.py,
-gate_block.py and gate_conv.py.
+"""Native products with integer and floating-point weights.
 
-Only these modules call the native library (enforced by a test). They check all arguments.
-
-C++ receives addresses and sizes and trusts them. So each function here takes tensors, checks the device, dtype, element
-count, contiguity and combination that the native code expects, and raises
-:class:`~pennyweight.support.errors.ArgumentError` otherwise, before it takes an address. The extents are those that
-src/*.h read and write; a debug build of the library asserts them again (src/check.h).
-
-``linear`` is called millions of times, so its checks are split. The weight is checked once, when its :class:`Operand`
-is created, and its byte counts again at each call. The input, the bias and active modes or tracers are checked at each
-call, by attributes only. An input that is not plain CPU memory is not an error: ``run`` returns None, and the caller
-goes through torch's dispatcher, where modes, tracers and transforms see the call.
+They are called millions of times, so their checks are split. The weight is checked once, when its
+:class:`~.arguments.Operand` is created, and its byte counts again at each call. The input, the bias and active modes or
+tracers are checked at each call, by attributes only. An input that is not plain CPU memory is not an error: ``run``
+returns None, and the caller goes through torch's dispatcher, where modes, tracers and transforms see the call.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..core.tracing import in_memory, is_observed
-from ..support.errors import ArgumentError
-from .cpu import library
-from .cpu.library import BF16, E4M3, E8M0, F16, F32, I8, NONE, U8, FloatLinear, IntLinear, LinearArgs
-
-PLAIN = (Tensor, torch.nn.Parameter)
-FLOAT_KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
-_CPU = torch.device("cpu")
-# Dtypes that can store each number kind.
-DTYPES = {
-    F32: (torch.float32,), BF16: (torch.bfloat16,), F16: (torch.float16,), I8: (torch.int8,), U8: (torch.uint8,),
-    E8M0: (torch.uint8, torch.float8_e8m0fnu), E4M3: (torch.float8_e4m3fn, torch.uint8),
-}  # fmt: skip
-TILE = 16  # rows of a tile; see src/pack.h
-
-
-def native_function(name: str) -> Callable[..., Any]:
-    """A function of the native library; only for the gate."""
-    return getattr(library.native(), name)
-
-
-def address(
-    t: Tensor, what: str, dtypes: Sequence[torch.dtype], least: int, *, contiguous: bool = True, exact: bool = False
-) -> int:
-    """Address of a tensor in plain CPU memory, of one of ``dtypes``, with at least (or exactly) ``least`` elements.
-
-    Otherwise raises ArgumentError with ``what``, the expected and the actual properties.
-    """
-    if not in_memory(t) or not t.is_cpu:
-        raise ArgumentError(
-            f"{what}: native code needs plain CPU memory, got {type(t).__name__} {list(t.shape)} {t.dtype} on "
-            f"{t.device}; call .cpu() first, outside of tracing"
-        )
-    count = t.numel()
-    if t.dtype not in dtypes or count < least or (exact and count != least) or (contiguous and not t.is_contiguous()):
-        more = "" if exact else " or more"
-        piece = "" if t.is_contiguous() or not contiguous else f", strides {list(t.stride())}"
-        raise ArgumentError(
-            f"{what}: expected {least}{more} contiguous elements of {' or '.join(map(str, dtypes))}, "
-            f"got {list(t.shape)} {t.dtype}{piece}"
-        )
-    return t.data_ptr()
-
-
-def _fits(t: Tensor, dtypes: Sequence[torch.dtype], least: int) -> bool:
-    """Whether t is plain, contiguous CPU memory with enough elements."""
-    return (
-        type(t) in PLAIN and t.is_cpu and t.layout is torch.strided and t.dtype in dtypes and t.numel() >= least
-        and t.is_contiguous() and not t.is_neg()
-    )  # fmt: skip
-
-
-def optional_address(t: Tensor | None, what: str, kind: int, least: int) -> int | None:
-    """Address of a part, or None if its kind is NONE. Raises ArgumentError if a required part is missing."""
-    if kind == NONE:
-        return None
-    if t is None:
-        raise ArgumentError(f"{what}: missing, expected {least} elements")
-    return address(t, what, DTYPES[kind], least)
-
-
-def check_status(status: int, what: str) -> None:
-    """Raise the error for a status of the native library; 0 is success."""
-    if status == library.INVALID:
-        raise ArgumentError(
-            f"{what}: the native library rejected inconsistent arguments; was a part of a quantized tensor resized, or "
-            "its memory freed?"
-        )
-    if status:
-        raise MemoryError(f"{what}: out of memory")
-
-
-# -- products ----------------------------------------------------------------------------------------------------------
-
-
-class Operand(NamedTuple):
-    """The checked parts of one weight, as native ``linear`` reads them; it keeps references to them.
-
-    more: (part or None, bytes) in the order of the native arguments after the scale; None: only codes and scale
-    """
-
-    codes: Tensor
-    codes_bytes: int
-    scale: Tensor | None
-    scale_bytes: int
-    more: tuple[tuple[Tensor | None, int], ...] | None
-    perm: Tensor | None  # order of the input's channels [K]
-    static: tuple[Tensor, torch.dtype, Tensor | None, int] | None  # scale, its dtype, zero point, its shift
-
-
-class Part(NamedTuple):
-    """Requirements of native code for one part: Kind, and minimum number of elements."""
-
-    name: str
-    kind: int
-    least: int
-
-
-def count_tiles(n: int) -> int:
-    """Tiles of n rows."""
-    return -(-n // TILE)
+from ...core.tracing import in_memory, is_observed
+from ..cpu.library import F32, I8, NONE, U8, FloatLinear, IntLinear, LinearArgs
+from .arguments import (
+    CPU,
+    FLOAT_KINDS,
+    PLAIN,
+    TILE,
+    Operand,
+    Part,
+    address,
+    changed_part,
+    check_status,
+    count_tiles,
+    native_function,
+)
 
 
 def _codes(n: int, kp: int, bits: int) -> Part:
@@ -163,38 +69,6 @@ def float_parts(w: FloatLinear, outer_offset: bool) -> tuple[Part, ...]:
     )  # fmt: skip
 
 
-def operands(what: str, expected: Sequence[Part], k: int) -> Callable[..., Operand]:
-    """(parts, perm, static=None) -> Operand: the parts of one weight, checked against what its native product expects.
-
-    In compiled graphs this runs at each call, so all that does not depend on the parts is computed here. The result
-    raises ArgumentError that names the part.
-    """
-    required = [(i, DTYPES[need.kind], need) for i, need in enumerate(expected) if need.kind != NONE]
-    scaled, only_scaled = expected[1].kind != NONE, [i for i, _, _ in required] == [0, 1]
-
-    def check(
-        parts: Sequence[Any], perm: Tensor | None,
-        static: tuple[Tensor, torch.dtype, Tensor | None, int] | None = None,
-    ) -> Operand:  # fmt: skip
-        for i, dtypes, need in required:
-            part = parts[i]
-            if part is None or not _fits(part, dtypes, need.least):
-                optional_address(part, f"{what}: {need.name}", need.kind, need.least)  # raises with the details
-                raise AssertionError(need.name)
-        if perm is not None:
-            address(perm, f"{what}: perm", (torch.int32, torch.int64), k, exact=True)
-        codes, scale = parts[0], parts[1] if scaled else None
-        more = None
-        if static is not None or not only_scaled:
-            held: list[tuple[Tensor | None, int]] = [(None, 0)] * len(expected)
-            for i, _, _ in required:
-                held[i] = parts[i], parts[i].nbytes
-            more = tuple(held[2:])
-        return Operand(codes, codes.nbytes, scale, 0 if scale is None else scale.nbytes, more, perm, static)
-
-    return check
-
-
 Product = Callable[[Tensor, Operand, "Tensor | None"], "Tensor | None"]
 
 
@@ -210,7 +84,7 @@ def product(struct: IntLinear | FloatLinear, dtype: torch.dtype, keep: Any = Non
     weight, n, k = ctypes.addressof(struct), int(struct.n), int(struct.k)
     stack, tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
     transforms, threads, empty = torch._C._are_functorch_transforms_active, torch.get_num_threads, torch.empty_strided
-    empties, strided, cpu, plain, kinds, dual = torch.empty, torch.strided, _CPU, PLAIN, FLOAT_KINDS, forward_ad
+    empties, strided, cpu, plain, kinds, dual = torch.empty, torch.strided, CPU, PLAIN, FLOAT_KINDS, forward_ad
 
     def run(x: Tensor, w: Operand, bias: Tensor | None, held: Any = (struct, keep)) -> Tensor | None:
         if (  # hot path, runs per layer and call: each line costs about 0.05 µs
@@ -247,14 +121,14 @@ def product(struct: IntLinear | FloatLinear, dtype: torch.dtype, keep: Any = Non
             else:
                 y = empties((*shape[:-1], n), dtype=dtype, device=cpu)
         if codes.nbytes != codes_bytes or (scale is not None and scale.nbytes != scale_bytes):
-            raise _changed()
+            raise changed_part()
         if more is None:
             args = (None, None, None, None, None, 0) if integer else (None, None, None, None)
         else:
             above: list[Any] = []
             for part, size in more:
                 if part is not None and part.nbytes != size:
-                    raise _changed()
+                    raise changed_part()
                 above.append(None if part is None else part.data_ptr())
             if integer:
                 act_scale, act_zero = None, 0
@@ -303,7 +177,7 @@ def products(weights: Any, dtype: torch.dtype) -> Callable[..., list[Tensor] | N
         ys, kept, rows = [], [], (LinearArgs * count)()
         for i, w in enumerate(operands):
             bias, b, kind = biases[i], None, 0
-            y = torch.empty((*x.shape[:-1], sizes[i]), dtype=dtype, device=_CPU)
+            y = torch.empty((*x.shape[:-1], sizes[i]), dtype=dtype, device=CPU)
             if bias is not None:
                 if bias.dtype not in FLOAT_KINDS or not bias.is_contiguous():
                     bias = bias.float().contiguous()
@@ -312,7 +186,7 @@ def products(weights: Any, dtype: torch.dtype) -> Callable[..., list[Tensor] | N
             above = [None] * 4 if w.more is None else [None if p is None else p.data_ptr() for p, _ in w.more]
             parts = ((w.codes, w.codes_bytes), (w.scale, w.scale_bytes), *(w.more or ()))
             if w.static is not None or w.scale is None or any(p is not None and p.nbytes != b for p, b in parts):
-                raise _changed()
+                raise changed_part()
             rows[i] = LinearArgs(
                 at, m, step, y.data_ptr(), b, w.codes.data_ptr(), w.scale.data_ptr(), *above, None, 0, kind, n_threads
             )
@@ -325,10 +199,3 @@ def products(weights: Any, dtype: torch.dtype) -> Callable[..., list[Tensor] | N
 
 def _readable(x: Tensor, dtype: torch.dtype) -> bool:
     return in_memory(x) and x.is_cpu and x.dtype is dtype
-
-
-def _changed(op: str = "linear") -> ArgumentError:
-    return ArgumentError(
-        f"{op}: a stored part of the quantized weight was resized or replaced after the weight was packed; assign a "
-        "new weight instead (module.weight = ..., or weight.data = another quantized tensor)"
-    )

@@ -1,7 +1,7 @@
 """Native calls of attention and rotary embeddings, with arguments that were checked.
 
-Like gate.py, each function checks its tensors against the extents that src/attention.h and src/rotary.h read and write.
-The reference of both is in block.py.
+As arguments.py says, each function checks its tensors against the extents that src/attention.h and src/rotary.h use.
+The reference of both is in kernels/block.py.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.blocks import counts, resolve
-from ..core.layouts import portable_layout
-from ..core.packing import stream_shape
-from ..core.tensor import AffineQuantizedTensor
-from ..core.tracing import in_memory
-from ..support.errors import ArgumentError
-from .block import Norm
-from .cpu.attention import NORMS, ROTATIONS, AttentionArgs, CacheCodes, RotaryArgs
-from .cpu.library import KINDS, NONE, U8
-from .gate import FLOAT_KINDS, address, check_status, native_function
+from ...core.blocks import counts, resolve
+from ...core.layouts import portable_layout
+from ...core.packing import stream_shape
+from ...core.tensor import AffineQuantizedTensor
+from ...core.tracing import in_memory
+from ...support.errors import ArgumentError
+from ..block import Norm
+from ..cpu.attention import NORMS, ROTATIONS, AttentionArgs, CacheCodes, RotaryArgs
+from ..cpu.library import KINDS, NONE, U8
+from .arguments import FLOAT_KINDS, address, check_status, native_function
 
 MOST_CHANNELS = 1024  # of a head, as in src/check.h
 _FLOATS = tuple(FLOAT_KINDS)
