@@ -81,7 +81,7 @@ class Together(NamedTuple):
 class Kernel:
     """One row of the table.
 
-    run        (x, weight, bias) -> y for op "linear"; see kernels/ops.py for the other ops
+    run        (x, weight, bias) -> y for op "linear"; see kernels/matmul.py for the other ops
     layout     layout its weight must be in; None: any
     accepts    case -> True, or the reason for rejecting it
     devices    targets: "cuda", "cuda:sm_90", "cuda:sm_89+", see :func:`pennyweight.kernels.target.fits`; None: any

@@ -29,7 +29,7 @@ from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
 from ...core.tracing import in_memory
 from ..linear import run_linear
-from ..linear_op import traced_linear
+from ..linear_graph import traced_linear
 from ..native import conv as native_conv
 from ..reference import convolution as dequantized
 from ..table import Case, Kernel, get_kernel, register_kernel

@@ -1,24 +1,21 @@
-"""Matrix products, embedding and convolution below autograd: aten handlers that select from the kernel table."""
+"""Matrix products below autograd (``x @ w.t()``, mm, addmm, mv, bmm, grouped products), by kernels of the table."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core import fallback
-from ..core.call_site import in_layer
-from ..core.numerics import permute_last_axis, unpermute_last_axis
-from ..core.spec import DTYPES, ActivationSpec, QuantSpec
-from ..core.tensor import SLOTS, AffineQuantizedTensor, implements, static_json
-from ..core.tracing import in_memory, refuse_jit_trace
-from ..support.errors import ArgumentError
+from ..core.numerics import permute_last_axis
+from ..core.tensor import SLOTS, AffineQuantizedTensor, implements
+from ..core.tracing import in_memory
 from . import torch_gpu
+from .aten_operands import dequantized, meta_result, misfit
 from .cpu import experts
+from .graph_weight import LIBRARY, flatten, key_of, parse_key, weight_of
 from .linear import linear, run_linear
-from .linear_op import LIBRARY, _flatten, _nest, traced_linear
+from .linear_graph import traced_linear
 from .table import case_of, reorders, select
 
 aten = torch.ops.aten
@@ -34,43 +31,20 @@ def _contracts_last(w: QT, dim: int) -> bool:
     return (range(w.ndim) if w.axes is None else w.axes)[dim] == w.ndim - 1
 
 
-def _meta(func: Any, args: Any, kwargs: Any) -> Any:
-    """Meta result if the first argument is on the meta device and a weight is not, as in torch for these ops.
-
-    For bmm, mv and embedding torch 2.13 returns uninitialized memory in this case, so they raise an error instead.
-    """
-    first = args[0]
-    if isinstance(first, QT) or not first.is_meta or all(w.is_meta for w in args if isinstance(w, QT)):
-        return NotImplemented
-    dtype = first.dtype if first.is_floating_point() else torch.float32
-    plain = [
-        torch.empty_strided(a.shape, a.stride(), dtype=dtype, device="meta") if isinstance(a, QT) else a for a in args
-    ]
-    return func(*plain, **kwargs)
-
-
-def _misfit(op: str, a: Any, b: Any, due: str) -> ArgumentError:
-    def text(t: Any) -> str:
-        kind = f"quantized {t.spec}" if isinstance(t, QT) else str(t.dtype)
-        return f"{list(t.shape)} ({kind}, {t.device.type})"
-
-    return ArgumentError(f"{op}{in_layer()}: {text(a)} and {text(b)} do not fit: {due}")
-
-
 def _check(op: str, a: Any, b: Any, ndim: int) -> None:
     """Raise ArgumentError unless a [.., M, K] and b [.., K, N], of ``ndim`` axes both, can be multiplied."""
     if a.ndim != ndim or b.ndim != ndim:
-        raise _misfit(op, a, b, f"both must have {ndim} axes")
+        raise misfit(op, a, b, f"both must have {ndim} axes")
     if a.shape[-1] != b.shape[-2]:
-        raise _misfit(
+        raise misfit(
             op, a, b, f"axis {ndim - 1} of the first is {a.shape[-1]}, axis {ndim - 2} of the second {b.shape[-2]}"
         )
     if a.shape[:-2] != b.shape[:-2]:
-        raise _misfit(op, a, b, f"batches of {a.shape[0]} and {b.shape[0]}")
+        raise misfit(op, a, b, f"batches of {a.shape[0]} and {b.shape[0]}, expected two of one size")
     if a.device != b.device:
-        raise _misfit(op, a, b, "both must be on one device")
+        raise misfit(op, a, b, "both must be on one device")
     if not (a.is_floating_point() and b.is_floating_point()):
-        raise _misfit(op, a, b, "both must be floating point")
+        raise misfit(op, a, b, "both must be floating point")
 
 
 def _product(w: QT, x: Tensor) -> Tensor:
@@ -82,15 +56,6 @@ def _traced(w: QT) -> bool:
     return torch.compiler.is_compiling() or not in_memory(w._codes)
 
 
-def _plain(func: Any, args: Any, kwargs: Any) -> Any:
-    """Dequantizing fallback for ops without other kernels: counted, without a warning."""
-    fallback.count(f"{func.overloadpacket.__name__}/dequantize")
-    dtype = next(
-        (a.dtype for a in args if isinstance(a, Tensor) and not isinstance(a, QT) and a.is_floating_point()), None
-    )
-    return func(*(a._dequantize(dtype or a.dtype) if isinstance(a, QT) else a for a in args), **kwargs)
-
-
 @implements(aten.mm.default)
 def _mm(func: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():  # otherwise each attribute access on a weight costs 1 µs
@@ -98,7 +63,7 @@ def _mm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _matrix_product(func: Any, args: Any, kwargs: Any) -> Any:
-    if (shapes := _meta(func, args, kwargs)) is not NotImplemented:
+    if (shapes := meta_result(func, args, kwargs)) is not NotImplemented:
         return shapes
     a, b = args
     _check("mm", a, b, 2)
@@ -106,14 +71,14 @@ def _matrix_product(func: Any, args: Any, kwargs: Any) -> Any:
         return _product(b.with_(axes=None, shape=b.stored_shape), a)
     if isinstance(a, QT) and not isinstance(b, QT) and _contracts_last(a, 1):
         return _product(a, b.t()).t()
-    return _plain(func, args, kwargs)
+    return dequantized(func, args, kwargs)
 
 
 @implements(aten.linear.default)
 def _aten_linear(func: Any, args: Any, kwargs: Any) -> Any:
     x, w, bias = (*args, None)[:3]
     if not isinstance(w, QT) or isinstance(x, QT):
-        return _plain(func, args, kwargs)
+        return dequantized(func, args, kwargs)
     return linear(x, w, bias)
 
 
@@ -126,24 +91,24 @@ def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
         return aten.mm.default(a.reshape(-1, a.shape[-1]), b).reshape(*a.shape[:-1], b.shape[1])
     if isinstance(a, QT) and not isinstance(b, QT) and a.ndim == 2 and b.ndim > 2:
         if a.shape[1] != b.shape[-2]:
-            raise _misfit("matmul", a, b, f"{a.shape[1]} columns of the first, {b.shape[-2]} rows of the second")
+            raise misfit("matmul", a, b, f"{a.shape[1]} columns of the first, {b.shape[-2]} rows of the second")
         return _matmul(func, (b.transpose(-1, -2), a.t()), {}).transpose(-1, -2)
     return NotImplemented
 
 
 @implements(aten.addmm.default)
 def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
-    if (shapes := _meta(func, args, kwargs)) is not NotImplemented:
+    if (shapes := meta_result(func, args, kwargs)) is not NotImplemented:
         return shapes
     bias, a, b = args
     _check("addmm", a, b, 2)
     shape = (a.shape[0], b.shape[1])
     if bias.ndim > 2 or not all(n in (1, m) for n, m in zip(reversed(bias.shape), reversed(shape), strict=False)):
-        raise _misfit("addmm", bias, b, f"the first must broadcast to the product {list(shape)}")
+        raise misfit("addmm", bias, b, f"the first must broadcast to the product {list(shape)}")
     if bias.device != b.device or not bias.is_floating_point():
-        raise _misfit("addmm", bias, b, "both must be floating point on one device")
+        raise misfit("addmm", bias, b, "both must be floating point on one device")
     if isinstance(bias, QT) or any(kwargs.get(k, 1) != 1 for k in ("alpha", "beta")):
-        return _plain(func, args, kwargs)
+        return dequantized(func, args, kwargs)
     y = _mm(aten.mm.default, (a, b), {})
     return y + bias.to(y.dtype)
 
@@ -152,10 +117,10 @@ def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
 def _mv(func: Any, args: Any, kwargs: Any) -> Any:
     a, v = args
     if a.ndim != 2 or v.ndim != 1 or a.shape[1] != v.shape[0]:
-        raise _misfit("mv", a, v, "expected a matrix [M, K] and a vector [K]")
+        raise misfit("mv", a, v, "expected a matrix [M, K] and a vector [K]")
     if isinstance(a, QT) and not isinstance(v, QT):
         return _mm(aten.mm.default, (a, v.unsqueeze(1)), {}).squeeze(1)
-    return _plain(func, args, kwargs)
+    return dequantized(func, args, kwargs)
 
 
 def _only(w: QT) -> QT:
@@ -182,7 +147,7 @@ def _bmm(func: Any, args: Any, kwargs: Any) -> Any:
                 return y.transpose(1, 2) if flip else y
             y = _batch(x.transpose(1, 2) if flip else x, stored, None)
             return y.transpose(1, 2) if flip else y
-    return _plain(func, args, kwargs)
+    return dequantized(func, args, kwargs)
 
 
 def _batch(x: Tensor, w: QT, ends: Tensor | None) -> Tensor:
@@ -192,22 +157,16 @@ def _batch(x: Tensor, w: QT, ends: Tensor | None) -> Tensor:
     if reorders(kernel, case):
         x, w = permute_last_axis(x, w._perm), w.with_(perm=None)
     if kernel.layout is not None and (_traced(w) or not in_memory(x) or not (ends is None or in_memory(ends))):
-        tensors, tree = _flatten(w)
-        key = json.dumps({"kernel": kernel.name, "tree": tree, "weight": json.loads(static_json(w))})
-        return torch.ops.pennyweight.experts.default(x, tensors, ends, key)
+        return torch.ops.pennyweight.experts.default(x, flatten(w)[0], ends, key_of(w, kernel.name))
     return kernel.run(x, w, None) if ends is None else GROUPED[kernel.name](x, w, ends)
 
 
 def _experts_op(x: Tensor, parts: list[Tensor], ends: Tensor | None, key: str) -> Tensor:
-    data = json.loads(key)
-    w = data["weight"]
-    act = None if w["act"] is None else ActivationSpec.from_dict(w["act"])
-    spec, nested = QuantSpec.from_dict(w["spec"]), _nest(data["tree"], list(parts))
-    return _batch(x, QT(nested, spec, w["shape"], DTYPES[w["dtype"]], act), ends)
+    return _batch(x, weight_of(key, parts), ends)
 
 
 def _experts_fake(x: Tensor, parts: list[Tensor], ends: Tensor | None, key: str) -> Tensor:
-    return x.new_empty((*x.shape[:-1], json.loads(key)["weight"]["shape"][1]))
+    return x.new_empty((*x.shape[:-1], parse_key(key).shape[1]))
 
 
 LIBRARY.define("experts(Tensor x, Tensor[] parts, Tensor? ends, str key) -> Tensor")
@@ -223,52 +182,19 @@ def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
         not isinstance(w, QT) or isinstance(x, QT) or ends is None or any(r is not None for r in rest) or x.ndim != 2
         or w.ndim != 3 or w.axes != (0, 2, 1)
     ):  # fmt: skip
-        return _plain(func, args, kwargs)
+        return dequantized(func, args, kwargs)
     if x.shape[1] != w.shape[1] or x.device != w.device or not x.is_floating_point():
-        raise _misfit("grouped_mm", x, w, "expected an input [rows, K] and weights [groups, K, N] on one device")
+        raise misfit("grouped_mm", x, w, "expected an input [rows, K] and weights [groups, K, N] on one device")
     if ends.ndim != 1 or ends.shape[0] != w.shape[0] or ends.dtype is not torch.int32 or ends.device != w.device:
-        raise _misfit("grouped_mm", ends, w, f"offs must be int32 [{w.shape[0]}], the end of each group of rows")
+        raise misfit("grouped_mm", ends, w, f"offs must be int32 [{w.shape[0]}], the end of each group of rows")
     stored = w.with_(axes=None, shape=w.stored_shape)
     if select("bmm", case_of(stored, x.dtype)).name not in GROUPED:
-        return _plain(func, args, kwargs)
+        return dequantized(func, args, kwargs)
     return _batch(x, stored, ends)
 
 
 @implements(
     aten.baddbmm.default, aten.addmv.default, aten.dot.default, aten.convolution_backward.default,
 )  # fmt: skip
-def _dequantized(func: Any, args: Any, kwargs: Any) -> Any:
-    return _plain(func, args, kwargs)
-
-
-@implements(aten.convolution.default)
-def _convolution(func: Any, args: Any, kwargs: Any) -> Any:
-    if isinstance(args[1], QT):
-        refuse_jit_trace("convolution", args[1])
-    if (shapes := _meta(func, args, kwargs)) is not NotImplemented:
-        return shapes
-    x, w, bias, *rest = args
-    transposed = rest[3]
-    if x.device != w.device or not x.is_floating_point():
-        raise _misfit("convolution", x, w, "both must be floating point on one device")
-    channels = w.shape[0] if transposed else w.shape[1] * rest[5]
-    if x.shape[1] != channels:
-        raise _misfit("convolution", x, w, f"the input [N, channels, ...] must have {channels} channels")
-    if not isinstance(w, QT) or isinstance(x, QT) or isinstance(bias, QT) or w.axes is not None:
-        return _plain(func, args, kwargs)
-    op = "transposed_convolution" if transposed else "convolution"
-    return select(op, case_of(w, x.dtype)).run(x, w, bias, *rest)
-
-
-@implements(aten.embedding.default)
-def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
-    w, index = args[:2]
-    if isinstance(w, QT) and (index.device != w.device or index.dtype not in (torch.int32, torch.int64) or w.ndim != 2):
-        raise _misfit("embedding", index, w, "indices must be int32 or int64, the table [rows, width], on one device")
-    if not isinstance(w, QT) or w.axes is not None:
-        return _plain(func, args, kwargs)
-    case = case_of(w)
-    kernel = select("embedding", case)
-    if not reorders(kernel, case):
-        return kernel.run(index, w, None)
-    return unpermute_last_axis(kernel.run(index, w.with_(perm=None), None), w._perm)
+def _without_kernels(func: Any, args: Any, kwargs: Any) -> Any:
+    return dequantized(func, args, kwargs)
