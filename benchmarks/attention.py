@@ -3,7 +3,7 @@
     python benchmarks/attention.py [--threads 2] [--rounds 40] [--prompt 512]
 
 One token after 4,096 others, and a prompt, for 32 query heads; keys and values float32, bfloat16, or quantized to 8 and
-4 bits as integrations/kv_cache.py holds them (the newest 128 or more stay bfloat16). Each call of a token reads another
+4 bits as inference/kv_cache.py holds them (the newest 128 or more stay bfloat16). Each call of a token reads another
 cache, and all of them together do not fit a processor's cache. torch's way over a quantized cache is what transformers
 does: dequantize all of it, then attend.
 
@@ -28,7 +28,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.limits import Limits
-from pennyweight.integrations.kv_cache import QuantizedLayer
+from pennyweight.inference.kv_cache import QuantizedLayer
 from pennyweight.kernels.native import attention as native_attention
 
 CACHES = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}

@@ -37,7 +37,18 @@ if TYPE_CHECKING:
     from .graph_mode import lower
     from .inference import FrozenLinear, Recommendation, explain, freeze_, fuse_, recommend, thaw_, together
     from .integrations.transformers import PennyweightConfig as PennyweightConfig
-    from .io import CheckpointError, Opened, convert, flatten, open, push_to_hub, quantize_checkpoint, save, unflatten
+    from .io import (
+        CheckpointError,
+        Opened,
+        convert,
+        flatten,
+        load,
+        open,
+        push_to_hub,
+        quantize_checkpoint,
+        save,
+        unflatten,
+    )
     from .planning.configs import *  # noqa: F403
     from .planning.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
     from .quantize import (
@@ -51,7 +62,7 @@ if TYPE_CHECKING:
         quantize_,
         register_quantize_module_handler,
     )
-    from .report import Comparison, Golden, Verification, assert_kl, compare, golden, load, verify
+    from .report import Comparison, Golden, Verification, assert_kl, compare, golden, verify
     from .support.errors import ArgumentError
     from .training import QATConfig, distillation_loss, enable_fake_quant
 

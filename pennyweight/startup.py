@@ -26,7 +26,7 @@ _DIFFUSERS = ("diffusers.models.modeling_utils", "ModelMixin")
 
 
 def _register_with_transformers() -> None:
-    import_module(".integrations.transformers_entry", _PACKAGE).register()
+    import_module(".integrations.transformers.entry", _PACKAGE).register()
 
 
 def _register_with_accelerate() -> None:
@@ -53,13 +53,19 @@ def _register_torchao_reader() -> None:
     )
 
 
+def _register_verifier() -> None:
+    from .io.loading import VERIFIER
+
+    VERIFIER.append(lambda: import_module(".report.golden_files", _PACKAGE))
+
+
 def _register_model_libraries() -> None:
     from .quantize.save_pretrained import LIBRARIES, Library
 
     def adapter(name: str) -> Any:
         return lambda: import_module(f".integrations.{name}", _PACKAGE)
 
-    LIBRARIES.append(Library(*_TRANSFORMERS, adapter("transformers")))
+    LIBRARIES.append(Library(*_TRANSFORMERS, adapter("transformers.adapter")))
     LIBRARIES.append(Library(*_DIFFUSERS, adapter("diffusers")))
 
 
@@ -93,4 +99,5 @@ after_import("torch.onnx", lambda: import_module(".export.torch_onnx", _PACKAGE)
 distributed_hooks.load_with(lambda: import_module(".distributed.dispatch", _PACKAGE))
 # Tables of lower layers with entries from higher ones, filled as soon as their module is imported
 after_import(f"{_PACKAGE}.io.detect_format", _register_torchao_reader)
+after_import(f"{_PACKAGE}.io.loading", _register_verifier)
 after_import(f"{_PACKAGE}.quantize.save_pretrained", _register_model_libraries)

@@ -53,8 +53,8 @@ def evaluate(
     check_report_path(report_path, None)
 
     from ..io import local_path
+    from ..report.evaluation_inputs import load_folder
     from ..report.layers import check_one_model
-    from ..report.loading import load_folder
 
     float_dir, quantized_dir = local_path(float_dir), local_path(quantized_dir)
     exact, small = load_folder(float_dir), load_folder(quantized_dir, float_dir)
@@ -81,7 +81,7 @@ def compare_folders(
 ) -> Comparison:
     """Compare both models on a text, with the tokenizer of the float model's folder."""
     from ..report import compare
-    from ..report.loading import kind_of_model, load_tokenizer, pooling_of, read_texts, text_batches
+    from ..report.evaluation_inputs import kind_of_model, load_tokenizer, pooling_of, read_texts, text_batches
 
     batches = text_batches(
         exact, load_tokenizer(folder), read_texts(text or []), batch=batch, length=length, limit=limit or None
@@ -104,7 +104,7 @@ def run_gated(
     unchanged.
     """
     from ..io.replace_checkpoint import replacing
-    from ..report.loading import load_folder, load_tokenizer, read_texts
+    from ..report.evaluation_inputs import load_folder, load_tokenizer, read_texts
 
     check_room(out_dir, force)
     read_texts(text)  # fail before the work if the comparison cannot run

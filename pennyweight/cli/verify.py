@@ -82,8 +82,9 @@ def verify(
     check_report_path(json_path, None)
 
     from ..io.hub import is_hub_id, local_path
-    from ..report.loading import expected_beside, load_folder, load_tokenizer, read_texts, text_batches
-    from ..report.loading import make as written
+    from ..report.evaluation_inputs import load_folder, load_tokenizer, read_texts, text_batches
+    from ..report.golden_files import expected_beside
+    from ..report.golden_files import make as written
 
     if make and not os.path.lexists(path) and is_hub_id(path):
         raise ValueError(f"--make writes into a folder, and {path} is not one here; download it with hf download first")

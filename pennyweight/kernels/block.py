@@ -172,7 +172,7 @@ class Call:
     keys, values  [batch, shared heads, capacity, size], any strides with contiguous channels, of float32, bfloat16 or
                   float16. RotaryStep writes at ``past``; AttentionStep reads the first ``length``
     coded         quantized keys and values [batch, shared heads, P, size] of the P tokens before those, as
-                  integrations/kv_cache.py holds them; ``past`` and ``length`` do not count them, the mask does
+                  inference/kv_cache.py holds them; ``past`` and ``length`` do not count them, the mask does
     kept          buffers whose contents outlive the call: index -> tensor [rows, width] float32 that is used for it.
                   With it a block can be run in two parts
     """

@@ -16,7 +16,7 @@ from tests.inference.fuse_models import blocks_of, inputs, model_of
 transformers = pytest.importorskip("transformers")
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache  # noqa: E402
 
-from pennyweight.integrations.kv_cache import QuantizedCache  # noqa: E402
+from pennyweight.inference.kv_cache import QuantizedCache  # noqa: E402
 
 TOKENS = 5
 LIMIT = 2e-5

@@ -82,13 +82,13 @@ import pennyweight
 assert not any(m.startswith("pennyweight.integrations") for m in sys.modules) or {loaded}
 import transformers.quantizers.auto as auto
 assert "pennyweight" in auto.AUTO_QUANTIZATION_CONFIG_MAPPING
-assert "pennyweight.integrations.transformers" not in sys.modules  # comes with the first folder
+assert "pennyweight.integrations.transformers.adapter" not in sys.modules  # comes with the first folder
 import importlib
 importlib.reload(auto)
 config = auto.AutoQuantizationConfig.from_dict({{"quant_method": "pennyweight"}})
 assert type(config).__name__ == "PennyweightConfig"
 assert type(auto.AutoHfQuantizer.from_config(config)).__name__ == "PennyweightQuantizer"
-import pennyweight.integrations.transformers as ours
+import pennyweight.integrations.transformers.adapter as ours
 importlib.reload(ours)
 assert type(auto.AutoQuantizationConfig.from_dict({{"quant_method": "pennyweight"}})) is ours.PennyweightConfig
 """

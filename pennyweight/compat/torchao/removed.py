@@ -9,7 +9,7 @@ _SCRIPTS = "torchvision's reference scripts, from which it was taken"
 _LLAMA = "transformers' Llama with torchao.prototype.paretoq.models.utils_quant.QuantizeLinear as its linear layers"
 _GPTQ = 'pennyweight.quantize_(model, config, calibration=batches, algorithm="gptq")'
 _TRAIN = "quantize_ with a config of pennyweight.training: Float8TrainingConfig, Int8MixedPrecisionTrainingConfig, MXTrainingConfig"
-_ATTENTION = "F.scaled_dot_product_attention, in the dtype of its inputs; pennyweight.integrations.kv_cache.QuantizedCache stores keys and values in 8 bits or less"
+_ATTENTION = "F.scaled_dot_product_attention, in the dtype of its inputs; pennyweight.inference.kv_cache.QuantizedCache stores keys and values in 8 bits or less"
 _DELAYED = "scales are recomputed in each product, ScalingType.DYNAMIC: no history is kept or synchronized"
 _GPU = "packs for one GPU; "
 _HANDLER = "handled one operator inside; call that operator on the tensor"

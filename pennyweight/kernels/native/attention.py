@@ -43,7 +43,7 @@ def attention(
     window   if positive, and if j > L - S + s - window
     scale    default: 1 / sqrt(D)
     softcap  if positive: cap(x) = softcap * tanh(x / softcap)
-    past     quantized keys and values [B, shared, P, D] before k and v, as integrations/kv_cache.py holds them; L is
+    past     quantized keys and values [B, shared, P, D] before k and v, as inference/kv_cache.py holds them; L is
              then P and the tokens of k together. See :func:`past_reason`
     out      the result, by default a new tensor in the memory order [B, S, H, D]
 

@@ -221,7 +221,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def quantized(bits: int, group: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[QT, QT, Tensor, Tensor]:
-    """Keys and values as integrations/kv_cache.py quantizes them, and their exact values in float64."""
+    """Keys and values as inference/kv_cache.py quantizes them, and their exact values in float64."""
     made = []
     for block in ((group, 1), (group,)):
         spec = QuantSpec(get_format(f"uint{bits}"), block, dtype, offset=dtype)
@@ -288,7 +288,7 @@ def test_a_quantized_past(case: tuple[int, int, torch.dtype, tuple[int, ...]]) -
 
 def test_the_past_of_a_cache() -> None:
     """After tokens were added, sequences selected and tokens removed; codes are views of larger memory."""
-    from pennyweight.integrations.kv_cache import QuantizedLayer
+    from pennyweight.inference.kv_cache import QuantizedLayer
 
     for bits in (8, 4):
         layer = QuantizedLayer(bits, 32, 40)

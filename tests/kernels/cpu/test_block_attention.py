@@ -190,7 +190,7 @@ WIDE = Heads(4, 2, 64)
 
 
 def coded(batch: int, h: Heads, tokens: int, bits: int, group: int, dtype: torch.dtype) -> tuple[QT, QT]:
-    """Keys and values as integrations/kv_cache.py quantizes them."""
+    """Keys and values as inference/kv_cache.py quantizes them."""
     made = []
     for block in ((group, 1), (group,)):
         spec = QuantSpec(get_format(f"uint{bits}"), block, dtype, offset=dtype)

@@ -9,7 +9,7 @@ from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
 import pennyweight as pw
 from pennyweight.core.numerics import sqnr
-from pennyweight.integrations.kv_cache import BITS, QuantizedCache, QuantizedLayer
+from pennyweight.inference.kv_cache import BITS, QuantizedCache, QuantizedLayer
 from tests.integrations.small import IDS, llama, tokens
 
 

@@ -1,131 +1,18 @@
-"""Loads models, tokenizers and text from folders and files; pw.load with verification against golden outputs."""
+"""What an evaluation runs: the model of a folder, its tokenizer, and batches of text or of other inputs."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.model_arguments import check_arguments
-from ..io import loading
-from ..io.config_files import folder_of, read_config, read_side_json
-from ..io.file import CheckpointError, no_such_path
+from ..io.config_files import read_config, read_side_json
+from ..io.loading import load
 from ..io.meta_model import fresh_model
 from ..support.extras import install
-from ..support.progress import Progress
-from .golden_outputs import FILE, Golden, Verification, golden, verify
-
-Model = TypeVar("Model", bound=nn.Module)
-
-# -- pw.load -----------------------------------------------------------------------------------------------------------
-
-
-@overload
-def load(
-    path: str | os.PathLike[str],
-    model: Model,
-    *,
-    strict: bool = ...,
-    device: torch.device | str | None = ...,
-    dtype: torch.dtype | None = ...,
-    names: str | os.PathLike[str] | None = ...,
-    allow_pickle: bool = ...,
-    mmap: bool = ...,
-    verify: bool = ...,
-    progress: Progress = ...,
-) -> Model: ...
-@overload
-def load(
-    path: str | os.PathLike[str],
-    model: None = ...,
-    *,
-    strict: bool = ...,
-    device: torch.device | str | None = ...,
-    dtype: torch.dtype | None = ...,
-    names: str | os.PathLike[str] | None = ...,
-    allow_pickle: bool = ...,
-    mmap: bool = ...,
-    verify: bool = ...,
-    progress: Progress = ...,
-) -> dict[str, Tensor]: ...
-@check_arguments()
-def load(
-    path: str | os.PathLike[str],
-    model: nn.Module | None = None,
-    *,
-    strict: bool = True,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    names: str | os.PathLike[str] | None = None,
-    allow_pickle: bool = False,
-    mmap: bool = True,
-    verify: bool = False,
-    progress: Progress = None,
-) -> nn.Module | dict[str, Tensor]:
-    """Read a checkpoint of any format; return the model, or the state dict if no model is passed. The other arguments
-    are those of :func:`pennyweight.io.load`, which this calls:
-
-    verify   run the loaded model on the golden outputs next to the checkpoint (see :func:`golden`), and raise
-             CheckpointError, with the value and its bound, if the outputs differ. The model is already filled then
-
-    Raises CheckpointError; all others are raised before anything in the model has changed.
-
-    >>> import tempfile, torch, pennyweight as pw
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     pw.save({"a": torch.ones(2, 3)}, folder)
-    ...     pw.load(folder)
-    {'a': tensor([[1., 1., 1.],
-            [1., 1., 1.]])}
-    """
-    if verify and model is None:
-        raise ValueError("load(verify=True) runs the model; pass one, or leave verify out")
-    expected = expected_beside(path) if verify else None  # fail before loading if the file is missing
-    loaded = loading.load(
-        path, model, strict=strict, device=device, dtype=dtype, names=names, allow_pickle=allow_pickle, mmap=mmap,
-        progress=progress,
-    )  # fmt: skip
-    if expected is not None:
-        assert model is not None
-        check(model, path, expected)
-    return loaded
-
-
-def expected_beside(path: str | os.PathLike[str]) -> Golden:
-    """The golden outputs in a checkpoint's folder. Raises CheckpointError with a remedy if there are none."""
-    path = os.fspath(path)
-    if not os.path.lexists(path):
-        raise CheckpointError(path, None, f"there is no such file or folder{no_such_path(path)}")
-    folder = folder_of(path)
-    if not os.path.isfile(os.path.join(folder, FILE)):
-        raise CheckpointError(
-            folder, None, f"has no {FILE} to verify with; create one with pw.golden(model, batches).save(folder) or "
-            "pennyweight verify --make"
-        )  # fmt: skip
-    return Golden.load(folder)
-
-
-def check(
-    model: nn.Module, path: str | os.PathLike[str], expected: Golden | None = None, bound: float | None = None
-) -> Verification:
-    """:func:`verify` a loaded model with the golden outputs next to its checkpoint. Raises CheckpointError if the
-    result exceeds the bound, or the outputs have another shape."""
-    try:
-        return verify(model, expected or expected_beside(path), bound).check()
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(path, None, str(error)) from error
-
-
-def make(model: nn.Module, folder: str | os.PathLike[str], batches: Any) -> str:
-    """Write the golden outputs of a checkpoint's model into its folder. Returns the path."""
-    return golden(model, batches).save(folder_of(os.fspath(folder)))
-
-
-# -- models, tokenizers and text of the commands -----------------------------------------------------------------------
 
 BATCH, LENGTH, LIMIT = 8, 256, 64
 MAX_TEXT_BYTES = 64 << 20  # per file; evaluation uses a few hundred kilobytes
@@ -245,7 +132,7 @@ def input_batches(path: str, batch: int = BATCH, limit: int | None = LIMIT) -> l
     """
     if batch < 1 or (limit is not None and limit < 1):
         raise ValueError(f"batch and limit must be at least 1, got {batch} and {limit}")
-    named = loading.load(path)
+    named = load(path)
     rows = {name: len(t) if t.ndim else 0 for name, t in named.items()}
     if not rows or len(set(rows.values())) != 1 or 0 in rows.values():
         raise ValueError(

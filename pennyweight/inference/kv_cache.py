@@ -18,7 +18,7 @@ from ..core.formats import get_format
 from ..core.layouts import portable_layout
 from ..core.spec import DTYPES, QuantSpec
 from ..core.tensor import AffineQuantizedTensor
-from ..inference import block_cache
+from . import block_cache
 
 BITS = (2, 3, 4, 5, 6, 7, 8)
 _TOKENS = -2  # the axis of tokens in [batch, heads, tokens, channels]
@@ -55,14 +55,18 @@ class QuantizedCache(Cache):
         """Total bytes stored in all layers."""
         total = 0
         for layer in self.layers:
-            held = layer.stored if isinstance(layer, QuantizedLayer) else (layer.keys, layer.values)
-            total += sum(t.nbytes for t in held if t is not None)
+            names = ("past_keys", "past_values", "keys", "values")
+            parts = [getattr(layer, name, None) for name in names]
+            total += sum(t.nbytes for t in parts if t is not None)
         return total
 
 
 class QuantizedLayer(DynamicLayer):
     """One layer's cache: ``past_keys`` and ``past_values`` quantized, or None; ``keys`` and ``values`` the newest
     tokens."""
+
+    keys: Any
+    values: Any
 
     def __init__(self, bits: int = 8, group: int = 32, residual: int = 128) -> None:
         super().__init__()
@@ -110,7 +114,7 @@ class QuantizedLayer(DynamicLayer):
     def _append(self, past: AffineQuantizedTensor | None, x: Tensor, *, keys: bool) -> AffineQuantizedTensor:
         name = "keys of a cache" if keys else "values of a cache"
         new = AffineQuantizedTensor.from_float(x, self.spec(keys), "minmax", name=name)
-        return new if past is None else torch.cat([past, new], _TOKENS)  # type: ignore[list-item, return-value]
+        return new if past is None else torch.cat([past, new], _TOKENS)  # type: ignore[return-value]
 
     def get_seq_length(self) -> int:
         if not self.is_initialized:

@@ -1,6 +1,6 @@
 """The ``transformers`` command with the method "pennyweight" registered.
 
-    python -m pennyweight.integrations.transformers_cli serve FOLDER
+    python -m pennyweight.integrations.transformers serve FOLDER
 
 accepts all arguments of ``transformers``. The command itself imports no third-party packages, so it needs this wrapper
 to serve folders in our own format; see docs/integrations.md for the formats it reads by itself.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from importlib.metadata import entry_points
 
-from ..support.extras import install
+from ...support.extras import install
 
 
 def main() -> None:

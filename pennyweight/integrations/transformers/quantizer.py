@@ -16,25 +16,25 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from ..algorithms.solve import solve
-from ..core.spec import DTYPES
-from ..io.checkpoint import open_files
-from ..io.config_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY
-from ..io.file import CheckpointError, KeyedError
-from ..io.manifest import Meta, stored_parts
-from ..io.output_formats import convert_exactly
-from ..io.saving import algorithm_of
-from ..io.state_dict import build, flatten, slots_of
-from ..io.validate import check_data
-from ..kernels.repack import choose_layout, prepare
-from ..kernels.table import Case
-from ..kernels.target import target_of
-from ..planning.config_resolution import Choice, PlanError, skips
-from ..planning.configs import AOBaseConfig
-from ..planning.parameters import Place, places
-from ..planning.plan import Plan, PlanRow, plan
-from ..planning.report import Report, Row
-from ..quantize.dequantize import dequantize_
+from ...algorithms.solve import solve
+from ...core.spec import DTYPES
+from ...io.checkpoint import open_files
+from ...io.config_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY
+from ...io.file import CheckpointError, KeyedError
+from ...io.manifest import Meta, stored_parts
+from ...io.output_formats import convert_exactly
+from ...io.saving import algorithm_of
+from ...io.state_dict import build, flatten, slots_of
+from ...io.validate import check_data
+from ...kernels.repack import choose_layout, prepare
+from ...kernels.table import Case
+from ...kernels.target import target_of
+from ...planning.config_resolution import Choice, PlanError, skips
+from ...planning.configs import AOBaseConfig
+from ...planning.parameters import Place, places
+from ...planning.plan import Plan, PlanRow, plan
+from ...planning.report import Report, Row
+from ...quantize.dequantize import dequantize_
 
 
 class PennyweightQuantizer(HfQuantizer):

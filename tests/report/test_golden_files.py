@@ -71,7 +71,6 @@ def test_it_needs_a_model(folder: Path) -> None:
     assert "lm_head.weight" in pw.load(folder)
 
 
-def test_it_takes_what_the_loader_of_files_takes() -> None:
-    mine, theirs = (inspect.signature(f).parameters for f in (pw.load, io.load))
-    assert {name: p for name, p in mine.items() if name != "verify"} == dict(theirs)
-    assert pw.load.__module__ == "pennyweight.report.loading"
+def test_one_function_loads_and_verifies() -> None:
+    assert pw.load is io.load
+    assert "verify" in inspect.signature(pw.load).parameters

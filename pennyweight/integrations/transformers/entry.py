@@ -14,11 +14,11 @@ METHOD = "pennyweight"
 
 
 class _Entry:
-    """Placeholder in transformers' table of configs until :mod:`.transformers` registers the real class."""
+    """Placeholder in transformers' table of configs until :mod:`.adapter` registers the real class."""
 
     @staticmethod
     def from_dict(config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        adapter = importlib.import_module(f"{__package__}.transformers")
+        adapter = importlib.import_module(f"{__package__}.adapter")
         adapter.register()  # in the current table: transformers may have been re-imported
         return adapter.PennyweightConfig.from_dict(config_dict, return_unused_kwargs, **kwargs)
 
