@@ -19,7 +19,7 @@ from ..core.tensor import AffineQuantizedTensor, check_finite
 from ..planning.config_resolution import Filter, PlanError
 from ..planning.configs import SpecConfig
 from ..planning.plan import PlanRow, plan
-from ..planning.report import Report, Row
+from ..planning.quantize_report import Report, Row
 from ..support.arguments import did_you_mean, show
 from ..support.errors import ArgumentTypeError
 from ..support.progress import Progress, step

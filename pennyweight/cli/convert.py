@@ -21,7 +21,7 @@ from .output import (
 )
 
 if TYPE_CHECKING:
-    from ..planning.report import Report
+    from ..planning.quantize_report import Report
 
 
 EPILOG = """Examples:
@@ -120,7 +120,7 @@ def convert(
     from ..io import local_path
     from ..io.convert_checkpoint import formats
     from ..planning.engines import GGUF, engine_of
-    from ..planning.report import nbytes_of
+    from ..planning.quantize_report import nbytes_of
     from .inspect import contents
     from .model_card import renew_card
 

@@ -13,7 +13,7 @@ from .options import Batch, Json, Length, Limit, MaxKL, Texts, Traceback
 from .output import check_report_path, report_errors, show
 
 if TYPE_CHECKING:
-    from ..planning.report import Report
+    from ..planning.quantize_report import Report
     from ..report import Comparison
 
 

@@ -167,7 +167,7 @@ def inspect(
 
 def text(found: Contents, all_tensors: bool = False) -> str:
     """The table and its totals."""
-    from ..planning.report import size
+    from ..planning.quantize_report import size
 
     formats = {"safetensors": "plain safetensors", "pennyweight": f"pennyweight format, version {found.version}"}
     lines = [
@@ -204,7 +204,7 @@ def _listing(tensors: list[StoredEntry]) -> str:
 
 def _grouped(tensors: list[StoredEntry]) -> str:
     """A line for each group of equal tensors, with their number and total bytes."""
-    from ..planning.report import size
+    from ..planning.quantize_report import size
 
     rows = []
     for name, some in groups(tensors):
@@ -224,7 +224,7 @@ def _tied(t: StoredEntry) -> str:
 
 def _kinds(tensors: list[StoredEntry]) -> str:
     """A line for each kind of layer: tensors, parameters, bytes, share."""
-    from ..planning.report import size
+    from ..planning.quantize_report import size
 
     found = totals(tensors)
     whole = sum(row["bytes"] for row in found.values())

@@ -19,7 +19,7 @@ import typer
 from .interrupts import Terminated, unwinding
 
 if TYPE_CHECKING:
-    from ..planning.report import Report
+    from ..planning.quantize_report import Report
 
 
 # -- errors, on one line of stderr; exit codes -------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def resume_hint() -> Iterator[None]:
 
 def file_sizes(report: Report, before: int, after: int | None) -> str:
     """One line with the files' true sizes; for a dry run an estimate."""
-    from ..planning.report import size
+    from ..planning.quantize_report import size
 
     text = f"files: {before:,} bytes ({size(before)})"
     if after is None:

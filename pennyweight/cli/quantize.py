@@ -27,7 +27,7 @@ from .output import (
 )
 
 if TYPE_CHECKING:
-    from ..planning.report import Report
+    from ..planning.quantize_report import Report
     from ..report import Comparison
 
 
@@ -190,7 +190,7 @@ def quantize(
     """
     from ..planning.configs.aliases import by_name
     from ..planning.configs.files import is_config_file, layer_config, read_config, write_config
-    from ..planning.report import nbytes_of
+    from ..planning.quantize_report import nbytes_of
 
     by_layer = bool(layer or embeddings)
     if not (config or budget or by_layer):

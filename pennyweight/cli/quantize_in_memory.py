@@ -12,7 +12,7 @@ import typer
 
 if TYPE_CHECKING:
     from ..planning.configs import AOBaseConfig
-    from ..planning.report import Report
+    from ..planning.quantize_report import Report
 
 JOURNAL = ".calibration"  # in OUT_DIR during a run: the finished weights
 SEQUENCES, LENGTH, BATCH, FEW = 128, 512, 4, 8  # published GPTQ results use 128 sequences of 2048

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..core.model_arguments import check_arguments
 from ..io.atomic_write import folder_lock, partial_path, rename_into_place, sync_folder
-from ..planning.report import Report, Row
+from ..planning.quantize_report import Report, Row
 from ..support import extras
 from ..support.progress import Progress, step
 from . import codes_2d, onnx_patterns

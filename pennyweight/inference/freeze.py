@@ -21,7 +21,7 @@ from ..kernels.linear import linear
 from ..kernels.table import case_of, select
 from ..planning.module_handlers import thaw_classes_
 from ..planning.parameters import Place, places
-from ..planning.report import Report, Row
+from ..planning.quantize_report import Report, Row
 
 
 class FrozenLinear(nn.Linear):

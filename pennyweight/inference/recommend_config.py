@@ -22,7 +22,7 @@ from ..planning.configs.aliases import FASTEST
 from ..planning.layer_timing import COUNTS, calls_of_weight, layer_calls, least_seconds, measure_, wait_for
 from ..planning.module_handlers import HANDLERS
 from ..planning.plan import plan
-from ..planning.report import NOISE, size
+from ..planning.quantize_report import NOISE, size
 from ..planning.run_batch import run_batch
 from ..quantize.pipeline import quantize_
 from ..support.arguments import check_number

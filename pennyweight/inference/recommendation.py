@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..planning.configs import AOBaseConfig
-from ..planning.report import NOISE, relative_speed, size
+from ..planning.quantize_report import NOISE, relative_speed, size
 from ..support.data_frame import FLAG, REAL, TEXT, WHOLE, to_frame
 from ..support.html_table import html_table
 

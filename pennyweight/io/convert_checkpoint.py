@@ -14,7 +14,7 @@ import torch
 from ..core.model_arguments import check_arguments
 from ..core.spec import DTYPES
 from ..planning.engines import GGUF, ONNX, Refuses, check_fused, engine_of, refusal, verdict
-from ..planning.report import ALGORITHM, Report, Row
+from ..planning.quantize_report import ALGORITHM, Report, Row
 from ..planning.scheme import Scheme
 from ..support.arguments import did_you_mean
 from ..support.progress import Progress, step

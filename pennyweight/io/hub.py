@@ -14,7 +14,7 @@ from typing import Any
 
 from ..core.formats import all_formats
 from ..core.model_arguments import check_arguments
-from ..planning.report import Report
+from ..planning.quantize_report import Report
 from ..support.arguments import hint, show
 from ..support.errors import ArgumentTypeError
 from ..support.extras import install

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.repack import choose_layout
 from ..kernels.table import case_of
-from ..planning.report import ALGORITHM
+from ..planning.quantize_report import ALGORITHM
 from ..support.arguments import did_you_mean
 from .checkpoint import Checkpoint
 from .codecs import CODECS, Codec, Found

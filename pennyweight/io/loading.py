@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..core.model_arguments import check_arguments
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.repack import prepare
-from ..planning.report import ALGORITHM
+from ..planning.quantize_report import ALGORITHM
 from ..quantize.save_pretrained import settle_saving_
 from ..support.progress import Callback, Progress, step
 from .detect_format import open as open_any

@@ -16,7 +16,7 @@ from ..kernels.table import op_of
 from ..planning.configs import AOBaseConfig
 from ..planning.configs.serialize import config_from_data
 from ..planning.engines import ENGINES, ONNX, Refuses, verdict
-from ..planning.report import Report, Row, size
+from ..planning.quantize_report import Report, Row, size
 from ..planning.scheme import Scheme
 from ..support.version import __version__
 from .atomic_write import write_bytes

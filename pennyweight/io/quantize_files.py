@@ -12,7 +12,7 @@ from ..planning.configs import AOBaseConfig
 from ..planning.configs.aliases import algorithm_of
 from ..planning.engines import check_plan
 from ..planning.plan import Plan, PlanRow, plan
-from ..planning.report import Report
+from ..planning.quantize_report import Report
 from ..support.progress import Progress, step
 from .checkpoint import Checkpoint, open_checkpoint
 from .config_files import copy_side_files, quantization_config, read_config

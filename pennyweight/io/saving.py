@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..core.model_arguments import check_arguments, check_storable
-from ..planning.report import ALGORITHM
+from ..planning.quantize_report import ALGORITHM
 from ..support.progress import Progress, step
 from .atomic_write import (
     make_folders,

@@ -24,7 +24,7 @@ from .config_resolution import EMBEDDINGS, Choice, Filter, Left, PlanError, Rule
 from .configs import AOBaseConfig, FqnToConfig
 from .module_handlers import HANDLERS, PREVIEWS, Handler, module_nbytes, run_handler, takes_parameter_name
 from .parameters import Indivisible, Place, Site, make_site, places
-from .report import LARGER, Latency, Report, Row
+from .quantize_report import LARGER, Latency, Report, Row
 from .scheme import Scheme, stored_scale
 
 if TYPE_CHECKING:

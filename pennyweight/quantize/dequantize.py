@@ -12,7 +12,7 @@ from ..core.model_arguments import check_arguments
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.module_handlers import thaw_classes_
 from ..planning.parameters import places
-from ..planning.report import ALGORITHM, Report, Row
+from ..planning.quantize_report import ALGORITHM, Report, Row
 from .save_pretrained import settle_saving_
 
 _LOG = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from ..planning.engines import check_plan
 from ..planning.layer_timing import measure_, row_counts, skip_slower_, warn_slower
 from ..planning.module_handlers import apply_callable, module_nbytes
 from ..planning.plan import Plan, PlanRow, check_values, plan
-from ..planning.report import ALGORITHM, Report, Row
+from ..planning.quantize_report import ALGORITHM, Report, Row
 from ..planning.scheme import Scheme
 from ..support.arguments import check_folder, did_you_mean
 from ..support.errors import ArgumentTypeError

@@ -8,7 +8,7 @@ from importlib import import_module, resources
 from typing import Any
 
 from ..planning.layer_kinds import KINDS
-from ..planning.report import Latency, size
+from ..planning.quantize_report import Latency, size
 from ..support.extras import install
 from . import svg_figures
 from .comparison import KL_OF, Layer

@@ -18,7 +18,7 @@ from ..io import open as open_checkpoint
 from ..planning.layer_timing import ROTATED, ROWS, time_layer
 from ..planning.parameters import Site, make_site
 from ..planning.plan import PlanRow
-from ..planning.report import Latency
+from ..planning.quantize_report import Latency
 from . import svg_figures
 from .bytes_by_kind import KindBytes, model_kinds, stored_kinds
 from .compare_models import compare, compare_weights

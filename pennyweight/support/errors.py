@@ -1,4 +1,4 @@
-"""The exceptions for arguments: of a wrong type, or with values that do not fit a quantized tensor."""
+"""The exceptions for arguments, of a wrong type or with values that do not fit, and the reason for what is not done."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ class ArgumentError(ValueError, RuntimeError):
     given a batch that it cannot run on.
 
     torch raises RuntimeError for the same arguments on a float tensor, so code that catches RuntimeError works here.
+    """
+
+
+class Refusal(Exception):
+    """Why something is not done; the message is the reason.
+
+    A block or net is not fused, native code does not run a step, a layer of a graph is not lowered. Raised and caught
+    within the package, which leaves that part of the model as it is.
     """
 
 

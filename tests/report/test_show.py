@@ -11,7 +11,7 @@ from torch import nn
 
 import pennyweight as pw
 from pennyweight.core.tensor_html import LIMIT
-from pennyweight.planning.report import LINES, Latency, Row, relative_speed
+from pennyweight.planning.quantize_report import LINES, Latency, Row, relative_speed
 from pennyweight.support.html_table import SHOWN, html_table
 
 

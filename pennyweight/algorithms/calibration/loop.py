@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...distributed import all_reduce
 from ...planning.config_resolution import PlanError
-from ...planning.report import nbytes_of, size
+from ...planning.quantize_report import nbytes_of, size
 from ...planning.run_batch import run_batch, token_mask
 from ...support.progress import step
 from .activation_cache import ActivationCache, Rest, advance_block, capture_block_inputs, run_block

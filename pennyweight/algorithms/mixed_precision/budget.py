@@ -9,7 +9,7 @@ from math import inf, isinf
 
 from ...planning.config_resolution import PlanError
 from ...planning.configs import AOBaseConfig
-from ...planning.report import size, speed_of_float
+from ...planning.quantize_report import size, speed_of_float
 from ...support.extras import install
 from ..calibration.loop import parse_bytes
 

@@ -17,7 +17,7 @@ from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...planning.config_resolution import PlanError
 from ...planning.parameters import Place, places
-from ...planning.report import Report, Row
+from ...planning.quantize_report import Report, Row
 from ...support.arguments import check_number
 from ...support.progress import Progress, step
 from ..base import Tuner

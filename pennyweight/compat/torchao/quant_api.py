@@ -12,7 +12,7 @@ from ...core.tensor import AffineQuantizedTensor
 from ...planning import config_resolution, module_handlers
 from ...planning.configs import AOBaseConfig, FqnToConfig
 from ...planning.parameters import is_linear
-from ...planning.report import Report
+from ...planning.quantize_report import Report
 from ...quantize.pipeline import quantize_ as _quantize_
 from . import attributes
 from .configs.assignment import snapshot

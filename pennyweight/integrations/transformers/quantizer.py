@@ -33,7 +33,7 @@ from ...planning.config_resolution import Choice, PlanError, skips
 from ...planning.configs import AOBaseConfig
 from ...planning.parameters import Place, places
 from ...planning.plan import Plan, PlanRow, plan
-from ...planning.report import Report, Row
+from ...planning.quantize_report import Report, Row
 from ...quantize.dequantize import dequantize_
 
 

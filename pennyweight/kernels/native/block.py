@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ...core.tracing import is_observed
-from ...support.errors import ArgumentError
+from ...support.errors import ArgumentError, Refusal
 from ..block import AttentionStep, Call, Steps
-from ..block_plan import Plan, Refused, Structures, indices, plan, structures
+from ..block_plan import Plan, Structures, indices, plan, structures
 from ..cpu.attention import CacheCodes
 from ..cpu.library import U8, usable
 from .arguments import CPU, FLOAT_KINDS, PLAIN, address, check_status, native_function
@@ -37,7 +37,7 @@ def compile_steps(steps: Steps) -> NativeBlock | str:
         return str(verdict)
     try:
         return NativeBlock(plan(steps))
-    except Refused as reason:
+    except Refusal as reason:
         return str(reason)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ....planning import configs as ours
 from ....planning.config_resolution import PlanError
 from ....planning.module_handlers import register_quantize_module_handler
-from ....planning.report import Report
+from ....planning.quantize_report import Report
 from ....quantize.pipeline import Pipeline, quantize_
 from ..enums import QuantizationStep
 from .conversion import per_tensor_amax_to_scale

@@ -24,7 +24,7 @@ from ....planning.configs import (
 from ....planning.granularity import MappingType, PerRow
 from ....planning.module_handlers import register_quantize_module_handler
 from ....planning.parameters import is_linear
-from ....planning.report import Report
+from ....planning.quantize_report import Report
 from ....planning.run_batch import user_level
 from ....quantize.pipeline import Pipeline, quantize_
 from ....training import QATConfig as Ours

@@ -71,7 +71,7 @@ class CrossPart:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class BlockDescription:
     """Steps of a block without its tensors.
 
     name       of the block in its model

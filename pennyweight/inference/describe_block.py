@@ -1,5 +1,4 @@
-"""Derives the recipe of a block from an observed call: records calls of it, with and without a mask, and recognizes its
-steps."""
+"""Describes a block by an observed call: records calls of it, with and without a mask, and recognizes its steps."""
 
 from __future__ import annotations
 
@@ -10,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..support.errors import Refusal
+from .block_description import Arguments, BlockDescription, CrossPart
 from .detect_changes import attributes, module_classes
 from .examples import Observed, signature
 from .query_graph import leaves_of
 from .random_values import Random, zeros
-from .recipe import Arguments, CrossPart, Recipe
 from .recognize_block import Found, recognize
-from .trace_block import Graph, Refusal, Value, record, replay, tensors
+from .trace_block import Graph, Value, record, replay, tensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TORCH_LAYER = ("src", "src_mask", "src_key_padding_mask", "is_causal")  # arguments of nn.TransformerEncoderLayer
@@ -45,8 +45,8 @@ def is_cache(value: Any) -> bool:
     return callable(getattr(value, "update", None)) and hasattr(value, "get_seq_length")
 
 
-def derive(name: str, block: nn.Module, observed: Observed) -> Recipe:
-    """The recipe of a block. Raises Refusal with the reason if it has none."""
+def describe_block(name: str, block: nn.Module, observed: Observed) -> BlockDescription:
+    """The description of a block. Raises Refusal with the reason if it has none."""
     given = dict(observed.arguments)
     names = signature(block)
     hidden = next(iter(given), "")
@@ -99,7 +99,7 @@ def derive(name: str, block: nn.Module, observed: Observed) -> Recipe:
         )  # fmt: skip
         c = found.cross
         cross = CrossPart(c.cut, c.kept, c.keys, c.values, c.heads, _layer(probes[1]) if probes else 0)
-    return Recipe(
+    return BlockDescription(
         name, found.steps, found.widths, arguments, found.heads, causal, found.cached, found.cut, found.kept, layer,
         _attention(block), kind, x.dtype, module_classes(block),
         tuple((name, tuple(p.shape)) for name, p in block.named_parameters()), tuple(attributes(block)),
@@ -242,4 +242,4 @@ def _attention(block: nn.Module) -> tuple[str, str]:
     return "", ""
 
 
-__all__ = ["derive", "is_cache", "is_pair"]
+__all__ = ["describe_block", "is_cache", "is_pair"]
