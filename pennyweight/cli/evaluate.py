@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .command import OUTPUT
-from .options import Batch, Json, Length, Limit, MaxKL, Texts, Traceback
+from .options import AllLayers, Batch, Json, Length, Limit, MaxKL, Texts, Traceback
 from .output import check_report_path, report_errors, show
 
 if TYPE_CHECKING:
@@ -38,9 +37,7 @@ def evaluate(
     limit: Limit = 64,
     report_path: Json = "",
     max_kl: MaxKL = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="List every layer instead of only the worst.", rich_help_panel=OUTPUT)
-    ] = False,
+    full: AllLayers = False,
     traceback: Traceback = False,
 ) -> None:
     """Measure the quantization loss on a text.

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..planning.layer_kinds import kind_of_layer
-from .command import OUTPUT
 from .inspect_groups import StoredEntry, groups, totals
-from .options import AllowPickle, Json, Traceback
+from .options import AllowPickle, AllTensors, Json, Traceback
 from .output import check_report_path, report_errors, show, table
 
 if TYPE_CHECKING:
@@ -146,9 +145,7 @@ def inspect(
     path: Annotated[
         str, typer.Argument(metavar="PATH", help="A checkpoint of any format: a folder, a file, an index or a Hub id.")
     ],
-    all_tensors: Annotated[
-        bool, typer.Option("--all", help="List every tensor instead of groups of equal ones.", rich_help_panel=OUTPUT)
-    ] = False,
+    all_tensors: AllTensors = False,
     allow_pickle: AllowPickle = False,
     json_path: Json = "",
     traceback: Traceback = False,
