@@ -279,7 +279,8 @@ def description(readme: str, repository: str, ref: str) -> str:
 
 def metadata() -> dict:
     """The arguments of setup for PyPI's page."""
-    version = re.search(r'^__version__ = "(.+)"', Path("pennyweight/__init__.py").read_text("utf-8"), re.MULTILINE)[1]
+    source = Path("pennyweight/support/version.py").read_text("utf-8")
+    version = re.search(r'^__version__ = "(.+)"', source, re.MULTILINE)[1]
     repository = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))["project"]["urls"]["Repository"]
     text = description(Path("README.md").read_text("utf-8"), repository, f"v{version}")
     return {"long_description": text, "long_description_content_type": "text/markdown"}

@@ -3,7 +3,7 @@
     python benchmarks/attention.py [--threads 2] [--rounds 40] [--prompt 512]
 
 One token after 4,096 others, and a prompt, for 32 query heads; keys and values float32, bfloat16, or quantized to 8 and
-4 bits as integrations/kv_cache.py holds them (the newest 128 or more stay bfloat16). Each call of a token reads another
+4 bits as inference/kv_cache.py holds them (the newest 128 or more stay bfloat16). Each call of a token reads another
 cache, and all of them together do not fit a processor's cache. torch's way over a quantized cache is what transformers
 does: dequantize all of it, then attend.
 
@@ -28,8 +28,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.limits import Limits
-from pennyweight.integrations.kv_cache import QuantizedLayer
-from pennyweight.kernels import gate_attention
+from pennyweight.inference.kv_cache import QuantizedLayer
+from pennyweight.kernels.native import attention as native_attention
 
 CACHES = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
 SHAPES = ((1, 8, 64), (8, 8, 64), (1, 8, 128), (1, 32, 64))  # batch, heads of keys, channels
@@ -72,14 +72,14 @@ def cases(kind: str, batch: int, shared: int, size: int, tokens: int, length: in
         k, v = torch.randn(2, batch, shared, length, size).to(dtype)
         if CACHES[kind] > 8:
             nbytes = k.nbytes + v.nbytes
-            native.calls.append(lambda k=k, v=v: gate_attention.attention(q, k, v, causal=causal))
+            native.calls.append(lambda k=k, v=v: native_attention.attention(q, k, v, causal=causal))
             peer.calls.append(lambda k=k, v=v: attend(k, v))
             continue
         layer = QuantizedLayer(CACHES[kind])
         layer.update(k, v)
         past, k, v = (layer.past_keys, layer.past_values), layer.keys, layer.values
         nbytes = sum(t.nbytes for t in layer.stored if t is not None)
-        native.calls.append(lambda k=k, v=v, past=past: gate_attention.attention(q, k, v, causal=causal, past=past))
+        native.calls.append(lambda k=k, v=v, past=past: native_attention.attention(q, k, v, causal=causal, past=past))
         peer.calls.append(
             lambda k=k, v=v, past=past: attend(
                 *(torch.cat((t.dequantize(), new), 2) for t, new in zip(past, (k, v), strict=True))

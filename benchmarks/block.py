@@ -39,7 +39,7 @@ from pennyweight.kernels.block import (
     RotaryStep,
     Steps,
 )
-from pennyweight.kernels.gate_block import NativeBlock, compile_steps
+from pennyweight.kernels.native.block import NativeBlock, compile_steps
 
 
 def linear(m: torch.nn.Module) -> Layer:

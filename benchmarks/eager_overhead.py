@@ -23,8 +23,9 @@ import pennyweight as pw
 from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor
+from pennyweight.kernels.graph_weight import flatten
 from pennyweight.kernels.linear import bind
-from pennyweight.kernels.linear_op import _flatten, graph_key
+from pennyweight.kernels.linear_graph import graph_key
 from pennyweight.kernels.repack import prepare
 from pennyweight.kernels.table import case_of, select
 
@@ -67,7 +68,7 @@ def main() -> None:
         pw.freeze_(frozen)
         x = torch.randn(1, 64, dtype=dtype)
         chosen, (_, kernel, parts) = select("linear", case_of(w, dtype)).name, bind(w, dtype)
-        tensors, key = _flatten(w)[0], graph_key(w, dtype)
+        tensors, key = flatten(w)[0], graph_key(w, dtype)
         with torch.no_grad():
             took = least(
                 {

@@ -32,7 +32,7 @@ import pennyweight as pw
 from pennyweight.core.numerics import dequantize
 from pennyweight.io.gguf.blocks import TYPES, BlockType
 from pennyweight.io.gguf.quantize import quantize_native
-from pennyweight.kernels.gate_convert import GGUF_BLOCKS
+from pennyweight.kernels.native.convert import GGUF_BLOCKS
 
 NAMES = tuple(name for name, kind in TYPES.items() if kind.id in GGUF_BLOCKS)
 CHUNK = 64  # rows that a thread of ggml takes at a time

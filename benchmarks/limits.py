@@ -27,10 +27,10 @@ UNITS = {"read": "GB/s", "int8": "GOP/s", "bf16": "GFLOP/s", "fp32": "GFLOP/s"}
 
 def native_probe() -> Any:
     """probe(what, buffer, bytes or rounds, threads) -> bytes or operations done; None without the native library."""
-    from pennyweight.kernels import gate_convert
     from pennyweight.kernels.cpu import library
+    from pennyweight.kernels.native import convert as native_convert
 
-    return gate_convert.probe if library.available() is True else None
+    return native_convert.probe if library.available() is True else None
 
 
 class Limits:

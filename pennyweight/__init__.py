@@ -26,9 +26,10 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .support.version import __version__
+
 if TYPE_CHECKING:
     from .algorithms import AccuracyWarning, calibrate, improve, sample, search, sparsify_
-    from .core.errors import ArgumentError
     from .core.fallback import FallbackError, FallbackWarning, fallbacks, reset_fallbacks, strict
     from .core.formats import Format, get_format
     from .core.spec import ActivationSpec, QuantSpec
@@ -36,7 +37,18 @@ if TYPE_CHECKING:
     from .export.lower_graph import lower
     from .inference import FrozenLinear, Recommendation, explain, freeze_, fuse_, recommend, thaw_, together
     from .integrations.transformers import PennyweightConfig as PennyweightConfig
-    from .io import CheckpointError, Opened, convert, flatten, open, push_to_hub, quantize_checkpoint, save, unflatten
+    from .io import (
+        CheckpointError,
+        Opened,
+        convert,
+        flatten,
+        load,
+        open,
+        push_to_hub,
+        quantize_checkpoint,
+        save,
+        unflatten,
+    )
     from .planning.configs import *  # noqa: F403
     from .planning.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
     from .quantize import (
@@ -50,10 +62,9 @@ if TYPE_CHECKING:
         quantize_,
         register_quantize_module_handler,
     )
-    from .report import Comparison, Golden, Verification, assert_kl, compare, golden, load, verify
+    from .report import Comparison, Golden, Verification, assert_kl, compare, golden, verify
+    from .support.errors import ArgumentError
     from .training import QATConfig, distillation_loss, enable_fake_quant
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AOBaseConfig",
@@ -169,7 +180,7 @@ _MODULES: tuple[str, ...] = (
 # Names whose module is known without importing others. PennyweightConfig is not in __all__: `from pennyweight import *`
 # must not need its library.
 _HOMES = {
-    "ActivationSpec": "core.spec", "AffineQuantizedTensor": "core.tensor", "ArgumentError": "core.errors",
+    "ActivationSpec": "core.spec", "AffineQuantizedTensor": "core.tensor", "ArgumentError": "support.errors",
     "FallbackError": "core.fallback", "FallbackWarning": "core.fallback", "Format": "core.formats",
     "PennyweightConfig": "integrations.transformers", "QuantSpec": "core.spec", "fallbacks": "core.fallback",
     "get_format": "core.formats", "lower": "export.lower_graph", "reset_fallbacks": "core.fallback",
@@ -201,7 +212,7 @@ def __getattr__(name: str) -> Any:
             except ModuleNotFoundError as error:
                 if error.name != "transformers":
                     raise
-                from .core.extras import install
+                from .support.extras import install
 
                 text = f"pennyweight.{name} needs transformers: {install('hf')}"
                 raise ImportError(text, name=error.name) from error
@@ -210,7 +221,7 @@ def __getattr__(name: str) -> Any:
                 return value
     guess = ""
     if not name.startswith("_"):
-        from .core.arguments import did_you_mean
+        from .support.arguments import did_you_mean
 
         guess = did_you_mean(name, __all__, 3, 0.6)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{guess}")

@@ -14,10 +14,10 @@ from typing import Any
 from torch import nn
 
 from .core import distributed_hooks
-from .core.import_hooks import after_import
 from .core.module_repr import show_weights
 from .core.tensor import AffineQuantizedTensor
 from .kernels import table  # noqa: F401  # not `from . import kernels`, which asks the package for a public name first
+from .support.import_hooks import after_import
 
 _PACKAGE = __package__ or "pennyweight"
 # the modules and base classes of models with save_pretrained
@@ -26,11 +26,21 @@ _DIFFUSERS = ("diffusers.models.modeling_utils", "ModelMixin")
 
 
 def _register_with_transformers() -> None:
-    import_module(".integrations.transformers_entry", _PACKAGE).register()
+    import_module(".integrations.transformers.entry", _PACKAGE).register()
 
 
 def _register_with_accelerate() -> None:
     import_module(".integrations.accelerate", _PACKAGE).register()
+
+
+def _callers() -> Any:
+    return import_module(".integrations.callers", _PACKAGE)
+
+
+def _register_verifier() -> None:
+    from .io.loading import VERIFIER
+
+    VERIFIER.append(lambda: import_module(".report.golden_files", _PACKAGE))
 
 
 def _register_model_libraries() -> None:
@@ -39,7 +49,7 @@ def _register_model_libraries() -> None:
     def adapter(name: str) -> Any:
         return lambda: import_module(f".integrations.{name}", _PACKAGE)
 
-    LIBRARIES.append(Library(*_TRANSFORMERS, adapter("transformers")))
+    LIBRARIES.append(Library(*_TRANSFORMERS, adapter("transformers.adapter")))
     LIBRARIES.append(Library(*_DIFFUSERS, adapter("diffusers")))
 
 
@@ -67,7 +77,10 @@ after_import("diffusers.quantizers.auto", lambda: import_module(".integrations.d
 after_import(_TRANSFORMERS[0], lambda: _settle_when_saved(*_TRANSFORMERS))
 after_import(_DIFFUSERS[0], lambda: _settle_when_saved(*_DIFFUSERS))
 after_import("accelerate.utils.modeling", _register_with_accelerate)
+after_import("accelerate.utils.offload", lambda: _callers().register_accelerate())
+after_import("peft.utils.other", lambda: _callers().register_peft())
 after_import("torch.onnx", lambda: import_module(".export.torch_onnx", _PACKAGE).explain_failures())
 distributed_hooks.load_with(lambda: import_module(".distributed.dispatch", _PACKAGE))
 # Tables of lower layers with entries from higher ones, filled as soon as their module is imported
+after_import(f"{_PACKAGE}.io.loading", _register_verifier)
 after_import(f"{_PACKAGE}.quantize.save_pretrained", _register_model_libraries)

@@ -13,8 +13,8 @@ import pytest
 import pennyweight
 
 PACKAGE = Path(pennyweight.__file__).parent
-FLOORS = {"core": 0, "kernels": 2, "distributed": 3, "planning": 4, "algorithms": 5, "quantize": 6, "inference": 7}
-FLOORS |= {"training": 7, "optim": 7, "io": 8}
+FLOORS = {"support": 0, "core": 1, "kernels": 2, "distributed": 3, "planning": 4, "algorithms": 5, "quantize": 6}
+FLOORS |= {"inference": 7, "training": 7, "optim": 7, "io": 8}
 FLOORS |= {"export": 9, "integrations": 9, "report": 9, "cli": 10}
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
@@ -67,17 +67,28 @@ def test_a_file_imports_its_own_folder_and_lower_floors(file: Path) -> None:
     for name in {*imported_modules(file), *strings}:
         top, _, rest = name.partition(".")
         folder = rest.split(".")[0]
-        if top != "pennyweight" or folder in (own, "__version__") or (own, folder) == ("cli", "startup"):
+        if top != "pennyweight" or folder == own or (own, folder) == ("cli", "startup"):
             continue  # commands start the package, see pennyweight/startup.py
         assert folder in FLOORS, f"{file}: {name} is a public name; import it from the folder that defines it"
         assert FLOORS[folder] < FLOORS[own], f"{file} (floor {FLOORS[own]}) imports {name} (floor {FLOORS[folder]})"
+
+
+SUPPORT = [file for file in FILES if file.parts[0] == "support"]
+
+
+@pytest.mark.parametrize("file", SUPPORT, ids=str)
+def test_support_imports_nothing_of_ours_and_no_tensors(file: Path) -> None:
+    """Its own files apart: neither another folder, nor torch or numpy."""
+    tops = {name.partition(".")[0] for name in imported_modules(file) if not name.startswith("pennyweight.support.")}
+    assert not tops & {"pennyweight", "torch", "numpy"}
+    assert all(name.startswith("pennyweight.support.") for name in named_modules(file))
 
 
 def import_graph() -> dict[str, set[str]]:
     """Module -> modules it imports or names. A name that no file has is that of a package (``__init__``)."""
     graph: dict[str, set[str]] = {}
     for module, file in MODULES.items():
-        names = {*imported_modules(file), *named_modules(file)} - {"pennyweight.__version__"}
+        names = {*imported_modules(file), *named_modules(file)}
         found = {name if name in MODULES else name.rpartition(".")[0] for name in names}
         graph[module] = {name for name in found if name in MODULES and name != module}
     return graph
@@ -137,7 +148,7 @@ pathlib.Path(sys.argv[1]).write_text(json.dumps([new, torch.cuda.is_initialized(
 
 
 def test_import_is_light_and_silent(tmp_path: Path) -> None:
-    """Nothing but core and kernels on top of torch; what that takes is measured by benchmarks/import_time.py."""
+    """Only support, core and kernels on top of torch; what that takes is measured by benchmarks/import_time.py."""
     out = tmp_path / "probe.json"
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", PROBE, str(out)], capture_output=True, text=True, check=False
@@ -145,8 +156,10 @@ def test_import_is_light_and_silent(tmp_path: Path) -> None:
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
     new, cuda = json.loads(out.read_text())
     assert not cuda
-    own = ("pennyweight", "pennyweight.core", "pennyweight.kernels", "pennyweight.startup")
-    assert [m for m in new if m not in own and not m.startswith(("pennyweight.core.", "pennyweight.kernels."))] == []
+    own = ("pennyweight.support", "pennyweight.core", "pennyweight.kernels")
+    prefixes = tuple(f"{folder}." for folder in own)
+    allowed = ("pennyweight", "pennyweight.startup", *own)
+    assert [m for m in new if m not in allowed and not m.startswith(prefixes)] == []
 
 
 WITHOUT_GPU = """

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 import pennyweight as pw
 from benchmarks import overview
 from benchmarks.models.page import MEASURED, all_verdicts
-from pennyweight.core.extras import EXTRAS
 from pennyweight.core.spec import SPECS
+from pennyweight.support.extras import EXTRAS
 from tests.integrations.small import float_folder, quantized, tokenizer
 from tests.io.hub_server import Hub
 

@@ -117,7 +117,7 @@ class Language:
             return FileToFile(self.save, sorted(self.folder.glob("*.safetensors")), self.saved, self.open)
         make = None
         if case.cache == "int8":
-            from pennyweight.integrations.kv_cache import QuantizedCache
+            from pennyweight.inference.kv_cache import QuantizedCache
 
             make = lambda batch, most: QuantizedCache(self.model.config, bits=8)  # noqa: E731
         return transformers_llama.bind(Sequences(self.model, make), case)

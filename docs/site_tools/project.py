@@ -13,7 +13,7 @@ _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
 URLS: dict[str, str] = _PROJECT["urls"]
 REPOSITORY = URLS["Repository"].rstrip("/")
 _VERSION = re.compile(r'^__version__ = "(.+)"$', re.M)
-VERSION = _VERSION.findall((ROOT / "pennyweight" / "__init__.py").read_text(encoding="utf-8"))[0]
+VERSION = _VERSION.findall((ROOT / "pennyweight" / "support" / "version.py").read_text(encoding="utf-8"))[0]
 
 
 def source_url(path: Path, lines: str = "") -> str:

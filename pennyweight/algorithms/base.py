@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from ..core.arguments import CheckedFields
+from ..core.model_arguments import CheckedFields
 from ..core.numerics import Parts
 from ..core.spec import QuantSpec
 from ..planning.scheme import Scheme

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..core.arguments import did_you_mean, show
-from ..core.errors import ArgumentTypeError
+from ..support.arguments import did_you_mean, show
+from ..support.errors import ArgumentTypeError
 from .base import ALGORITHMS, Rewrite, Solver, Tuner
 from .solvers.rtn import Nearest
 

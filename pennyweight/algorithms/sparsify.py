@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.arguments import check_arguments, did_you_mean, show
-from ..core.errors import ArgumentTypeError
 from ..core.formats import INT8
+from ..core.model_arguments import check_arguments
 from ..core.numerics import decibels
-from ..core.progress import Progress, step
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor, check_finite
 from ..planning.config_resolution import Filter, PlanError
 from ..planning.configs import SpecConfig
 from ..planning.plan import PlanRow, plan
-from ..planning.report import Report, Row
+from ..planning.quantize_report import Report, Row
+from ..support.arguments import did_you_mean, show
+from ..support.errors import ArgumentTypeError
+from ..support.progress import Progress, step
 from .calibration.batches import Batches, read
 from .calibration.loop import CalibrationLoop, CollectedStatistics
 from .solvers.block_search import by_rows

@@ -33,7 +33,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from .. import __version__
+        from ..support.version import __version__
 
         typer.echo(f"pennyweight {__version__}")
         raise typer.Exit

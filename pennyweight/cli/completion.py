@@ -26,6 +26,7 @@ GGUF_TYPES = (
     "Q5_K", "F64", "BF16", "MXFP4", "NVFP4",
 )  # fmt: skip
 DTYPES = ("float32", "float16", "bfloat16", "float64")
+INPUT_DTYPES = ("float32", "bfloat16", "float16")  # of explain
 ON_INDIVISIBLE = ("pad", "largest_divisor", "skip", "error")
 ONNX_STYLES = ("auto", "matmulnbits", "qdq")
 

@@ -8,8 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import completion
-from .command import INPUT, OUTPUT, QUANTIZATION
-from .options import AllowPickle, DryRun, Json, MaxShardSize, Resume, Traceback
+from .options import (
+    AllowPickle,
+    ConvertedFor,
+    DryRun,
+    FloatDtype,
+    Force,
+    Format,
+    GgufType,
+    Imatrix,
+    Json,
+    MaxShardSize,
+    Requantize,
+    Resume,
+    TensorNames,
+    Traceback,
+)
 from .output import (
     check_report_path,
     output_folder,
@@ -21,7 +35,7 @@ from .output import (
 )
 
 if TYPE_CHECKING:
-    from ..planning.report import Report
+    from ..planning.quantize_report import Report
 
 
 EPILOG = """Examples:
@@ -38,77 +52,19 @@ Formats:
 def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format: a folder, a file, a Hub id.")],
     dst: Annotated[str, typer.Argument(metavar="DST", help="A folder; a file for gguf.")],
-    to: Annotated[
-        str,
-        typer.Option(
-            metavar="FORMAT",
-            help="One of the formats listed below. Required without --for.",
-            rich_help_panel=OUTPUT,
-            autocompletion=completion.one_of(completion.FORMATS),
-        ),
-    ] = "",
-    engine: Annotated[
-        str,
-        typer.Option(
-            "--for",
-            metavar="ENGINE",
-            help="The format that vllm, vllm-gpu, llama.cpp or transformers reads best.",
-            rich_help_panel=OUTPUT,
-            autocompletion=completion.one_of(completion.CONVERTED_FOR),
-        ),
-    ] = "",
-    requantize: Annotated[
-        bool,
-        typer.Option(
-            "--requantize",
-            help="Round weights again even if an algorithm such as GPTQ chose them.",
-            rich_help_panel=QUANTIZATION,
-        ),
-    ] = False,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="DTYPE",
-            help="For --to float: float32, float16, bfloat16.",
-            rich_help_panel=OUTPUT,
-            autocompletion=completion.one_of(completion.DTYPES),
-        ),
-    ] = "",
-    gguf_type: Annotated[
-        str,
-        typer.Option(
-            "--type",
-            metavar="TYPE",
-            help="Mix of llama.cpp or type for a GGUF file: q4_k_m, q8_0.",
-            rich_help_panel=QUANTIZATION,
-            autocompletion=completion.gguf_type,
-        ),
-    ] = "",
-    imatrix: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE",
-            help="Importance matrix of llama.cpp for the --type of a GGUF file.",
-            rich_help_panel=QUANTIZATION,
-        ),
-    ] = "",
-    names: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE",
-            help="TOML file with tensor names for an unknown GGUF architecture.",
-            rich_help_panel=INPUT,
-        ),
-    ] = "",
+    to: Format = "",
+    engine: ConvertedFor = "",
+    requantize: Requantize = False,
+    dtype: FloatDtype = "",
+    gguf_type: GgufType = "",
+    imatrix: Imatrix = "",
+    names: TensorNames = "",
     allow_pickle: AllowPickle = False,
     dry_run: DryRun = False,
     resume: Resume = True,
     report_path: Json = "",
     max_shard_size: MaxShardSize = "4GB",
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Write even if DST exists; replaces a checkpoint there.", rich_help_panel=OUTPUT),
-    ] = False,
+    force: Force = False,
     traceback: Traceback = False,
 ) -> None:
     """Convert a checkpoint, disk to disk.
@@ -120,7 +76,7 @@ def convert(
     from ..io import local_path
     from ..io.convert_checkpoint import formats
     from ..planning.engines import GGUF, engine_of
-    from ..planning.report import nbytes_of
+    from ..planning.quantize_report import nbytes_of
     from .inspect import contents
     from .model_card import renew_card
 

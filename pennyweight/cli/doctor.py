@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ..planning.config_names import CONFIGS
-from .command import MEASURING
 from .doctor_bench import Timing, fused_encoder, measure
-from .options import Json, Traceback
+from .options import Bench, Gpu, Json, Traceback, Tune
 from .output import check_report_path, report_errors, show, table
 
 if TYPE_CHECKING:
@@ -47,30 +46,9 @@ class Health:
 
 @report_errors
 def doctor(
-    with_bench: Annotated[
-        bool,
-        typer.Option(
-            "--bench",
-            help="Also time int8 and int4 against float here: products, convolutions, a block.",
-            rich_help_panel=MEASURING,
-        ),
-    ] = False,
-    device: Annotated[
-        str,
-        typer.Option(
-            metavar="DEVICE",
-            help="Check the kernels of a GPU instead: cuda, or cuda:1 for the second one.",
-            rich_help_panel=MEASURING,
-        ),
-    ] = "",
-    with_tune: Annotated[
-        bool,
-        typer.Option(
-            "--tune",
-            help="With --device: also choose the tiles of the kernels by timing them, and keep them for this GPU.",
-            rich_help_panel=MEASURING,
-        ),
-    ] = False,
+    with_bench: Bench = False,
+    device: Gpu = "",
+    with_tune: Tune = False,
     json_path: Json = "",
     traceback: Traceback = False,
 ) -> None:
@@ -104,9 +82,9 @@ def examine() -> Health:
 
     import torch
 
-    from .. import __version__
     from ..kernels.target import target_of
     from ..kernels.torch_int8 import int_mm_saturates
+    from ..support.version import __version__
 
     versions = {"pennyweight": __version__, "torch": torch.__version__, "python": platform.python_version()}
     cpu = {

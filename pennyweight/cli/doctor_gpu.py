@@ -69,7 +69,7 @@ def examine_gpu(device: str, with_bench: bool = False, with_tune: bool = False) 
     """Everything that was asked for. A missing device is a problem; a text that names no device is a ValueError."""
     import torch
 
-    from .. import __version__
+    from ..support.version import __version__
 
     if torch.device(_checked(device)).type != "cuda":
         raise ValueError(f"--device {device}: doctor checks the kernels of CUDA and ROCm devices; pass cuda or cuda:1")
@@ -93,7 +93,7 @@ def examine_gpu(device: str, with_bench: bool = False, with_tune: bool = False) 
 
 
 def _checked(device: str) -> str:
-    from ..core.arguments import check_device
+    from ..core.model_arguments import check_device
 
     if device.partition(":")[0] in ("cuda", "gpu"):
         return device.replace("gpu", "cuda", 1)

@@ -80,11 +80,11 @@ def tune(card: str, target: str, source: str, device: torch.device) -> str:
     """
     import torch
 
-    from ..core.progress import step
     from ..kernels.triton import tiles, weight_only
     from ..kernels.triton.timing import DeviceTimer
     from ..kernels.triton.tuning import ROWS as BUCKETS
     from ..kernels.triton.tuning import choices, fastest
+    from ..support.progress import step
 
     timer, end = DeviceTimer(str(device)), monotonic() + SECONDS
     lines: list[dict[str, Any]] = []

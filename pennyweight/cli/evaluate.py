@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .command import OUTPUT
-from .options import Batch, Json, Length, Limit, MaxKL, Texts, Traceback
+from .options import AllLayers, Batch, Json, Length, Limit, MaxKL, Texts, Traceback
 from .output import check_report_path, report_errors, show
 
 if TYPE_CHECKING:
-    from ..planning.report import Report
+    from ..planning.quantize_report import Report
     from ..report import Comparison
 
 
@@ -38,9 +37,7 @@ def evaluate(
     limit: Limit = 64,
     report_path: Json = "",
     max_kl: MaxKL = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="List every layer instead of only the worst.", rich_help_panel=OUTPUT)
-    ] = False,
+    full: AllLayers = False,
     traceback: Traceback = False,
 ) -> None:
     """Measure the quantization loss on a text.
@@ -53,8 +50,8 @@ def evaluate(
     check_report_path(report_path, None)
 
     from ..io import local_path
+    from ..report.evaluation_inputs import load_folder
     from ..report.layers import check_one_model
-    from ..report.loading import load_folder
 
     float_dir, quantized_dir = local_path(float_dir), local_path(quantized_dir)
     exact, small = load_folder(float_dir), load_folder(quantized_dir, float_dir)
@@ -81,7 +78,7 @@ def compare_folders(
 ) -> Comparison:
     """Compare both models on a text, with the tokenizer of the float model's folder."""
     from ..report import compare
-    from ..report.loading import kind_of_model, load_tokenizer, pooling_of, read_texts, text_batches
+    from ..report.evaluation_inputs import kind_of_model, load_tokenizer, pooling_of, read_texts, text_batches
 
     batches = text_batches(
         exact, load_tokenizer(folder), read_texts(text or []), batch=batch, length=length, limit=limit or None
@@ -104,7 +101,7 @@ def run_gated(
     unchanged.
     """
     from ..io.replace_checkpoint import replacing
-    from ..report.loading import load_folder, load_tokenizer, read_texts
+    from ..report.evaluation_inputs import load_folder, load_tokenizer, read_texts
 
     check_room(out_dir, force)
     read_texts(text)  # fail before the work if the comparison cannot run

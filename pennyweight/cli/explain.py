@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import completion
-from .command import INPUT
-from .options import Json, Traceback
+from .completion import INPUT_DTYPES
+from .options import InputDtype, Json, Op, Traceback
 from .output import check_report_path, report_errors, show
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from ..io import Opened
 
 
-DTYPES = ("float32", "bfloat16", "float16")
 EPILOG = """Examples:
   pennyweight explain OUT_DIR model.layers.0.mlp.down_proj
   pennyweight explain OUT_DIR lm_head --dtype bfloat16"""
@@ -34,21 +32,8 @@ def explain(
     layer: Annotated[
         str, typer.Argument(metavar="LAYER", help="The name of a parameter, or of a module with a weight.")
     ],
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="DTYPE",
-            help=f"Input dtype: {', '.join(DTYPES)}. Default: the first two.",
-            rich_help_panel=INPUT,
-            autocompletion=completion.one_of(DTYPES),
-        ),
-    ] = "",
-    op: Annotated[
-        str,
-        typer.Option(
-            metavar="OP", help="The op that reads the weight; default by its axes and blocks.", rich_help_panel=INPUT
-        ),
-    ] = "",
+    dtype: InputDtype = "",
+    op: Op = "",
     json_path: Json = "",
     traceback: Traceback = False,
 ) -> None:
@@ -59,10 +44,10 @@ def explain(
     check_report_path(json_path, None)
     from ..io import local_path, open
 
-    if dtype and dtype not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if dtype and dtype not in INPUT_DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(INPUT_DTYPES)}, got {dtype!r}")
     with open(local_path(path)) as checkpoint:
-        data, text = explanation(checkpoint, layer, (dtype,) if dtype else DTYPES[:2], op)
+        data, text = explanation(checkpoint, layer, (dtype,) if dtype else INPUT_DTYPES[:2], op)
     show(data, lambda: text, json_path)
 
 
@@ -98,7 +83,7 @@ def explanation(checkpoint: Opened, layer: str, dtypes: tuple[str, ...], op: str
     op = op or op_of(meta.spec, meta.stored_shape)
     known = sorted({k.op for k in kernels()})
     if op not in known:
-        from ..core.arguments import did_you_mean
+        from ..support.arguments import did_you_mean
 
         raise ValueError(f"no kernels for op {op!r}{did_you_mean(op, known)}; available ops: {', '.join(known)}")
     if meta.axes is not None:
@@ -122,7 +107,7 @@ def _resolve(layer: str, known: set[str]) -> str:
     inside = sorted(n for n in known if n.startswith(f"{layer}."))
     if inside:
         raise ValueError(f"{layer} contains {len(inside)} tensors; pass one of them: {', '.join(inside[:6])}")
-    from ..core.arguments import did_you_mean
+    from ..support.arguments import did_you_mean
 
     raise ValueError(f"the checkpoint has no tensor {layer!r}{did_you_mean(layer, sorted(known | modules))}")
 

@@ -8,9 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..planning.config_names import CONFIGS
-from . import completion
-from .command import OUTPUT, QUANTIZATION
-from .options import GroupSize, Json, Traceback
+from .options import AccuracyLevel, AllowFloat, FloatConfig, GroupSize, Json, OnnxStyle, Opset, Traceback
 from .output import check_report_path, report_errors, show
 
 EPILOG = """Examples:
@@ -24,45 +22,12 @@ def export_onnx(
         str, typer.Argument(metavar="MODEL_DIR", help="A folder with config.json and safetensors files, or a Hub id.")
     ],
     out: Annotated[str, typer.Argument(metavar="OUT.onnx", help="The file to write; an existing file is replaced.")],
-    config: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Quantize a float checkpoint first; names as for quantize.",
-            rich_help_panel=QUANTIZATION,
-            autocompletion=completion.config,
-        ),
-    ] = "",
+    config: FloatConfig = "",
     group_size: GroupSize = None,
-    style: Annotated[
-        str,
-        typer.Option(
-            metavar="STYLE",
-            help="auto, matmulnbits or qdq; see docs/export_onnx.md.",
-            rich_help_panel=OUTPUT,
-            autocompletion=completion.one_of(completion.ONNX_STYLES),
-        ),
-    ] = "auto",
-    opset: Annotated[
-        int,
-        typer.Option(metavar="N", help="Version of the standard operators; 21 or later.", rich_help_panel=OUTPUT),
-    ] = 21,
-    accuracy_level: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help="Of MatMulNBits: 1 computes in float32, 4 lets onnxruntime round inputs to int8.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = 1,
-    allow_float: Annotated[
-        bool,
-        typer.Option(
-            "--allow-float",
-            help="Write weights without an ONNX form as float32 instead of failing.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = False,
+    style: OnnxStyle = "auto",
+    opset: Opset = 21,
+    accuracy_level: AccuracyLevel = 1,
+    allow_float: AllowFloat = False,
     report_path: Json = "",
     traceback: Traceback = False,
 ) -> None:

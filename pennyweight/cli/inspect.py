@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..planning.layer_kinds import kind_of_layer
-from .command import OUTPUT
 from .inspect_groups import StoredEntry, groups, totals
-from .options import AllowPickle, Json, Traceback
+from .options import AllowPickle, AllTensors, Json, Traceback
 from .output import check_report_path, report_errors, show, table
 
 if TYPE_CHECKING:
@@ -146,9 +145,7 @@ def inspect(
     path: Annotated[
         str, typer.Argument(metavar="PATH", help="A checkpoint of any format: a folder, a file, an index or a Hub id.")
     ],
-    all_tensors: Annotated[
-        bool, typer.Option("--all", help="List every tensor instead of groups of equal ones.", rich_help_panel=OUTPUT)
-    ] = False,
+    all_tensors: AllTensors = False,
     allow_pickle: AllowPickle = False,
     json_path: Json = "",
     traceback: Traceback = False,
@@ -167,7 +164,7 @@ def inspect(
 
 def text(found: Contents, all_tensors: bool = False) -> str:
     """The table and its totals."""
-    from ..planning.report import size
+    from ..planning.quantize_report import size
 
     formats = {"safetensors": "plain safetensors", "pennyweight": f"pennyweight format, version {found.version}"}
     lines = [
@@ -204,7 +201,7 @@ def _listing(tensors: list[StoredEntry]) -> str:
 
 def _grouped(tensors: list[StoredEntry]) -> str:
     """A line for each group of equal tensors, with their number and total bytes."""
-    from ..planning.report import size
+    from ..planning.quantize_report import size
 
     rows = []
     for name, some in groups(tensors):
@@ -224,7 +221,7 @@ def _tied(t: StoredEntry) -> str:
 
 def _kinds(tensors: list[StoredEntry]) -> str:
     """A line for each kind of layer: tensors, parameters, bytes, share."""
-    from ..planning.report import size
+    from ..planning.quantize_report import size
 
     found = totals(tensors)
     whole = sum(row["bytes"] for row in found.values())

@@ -19,7 +19,7 @@ import typer
 from .interrupts import Terminated, unwinding
 
 if TYPE_CHECKING:
-    from ..planning.report import Report
+    from ..planning.quantize_report import Report
 
 
 # -- errors, on one line of stderr; exit codes -------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def resume_hint() -> Iterator[None]:
 
 def file_sizes(report: Report, before: int, after: int | None) -> str:
     """One line with the files' true sizes; for a dry run an estimate."""
-    from ..planning.report import size
+    from ..planning.quantize_report import size
 
     text = f"files: {before:,} bytes ({size(before)})"
     if after is None:
@@ -213,8 +213,8 @@ def publish_output(folder: str, out_dir: str) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """The bar of a command on stderr, see core/progress.py. Yields a function to pass as ``progress``."""
-    from ..core.progress import step
+    """The bar of a command on stderr, see support/progress.py. Yields a function to pass as ``progress``."""
+    from ..support.progress import step
 
     with step("", delay=0.5) as told:
         yield told

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .command import OUTPUT
-from .options import Json, Traceback
+from .options import Json, Message, Private, Revision, Traceback, UploadCard
 from .output import check_report_path, report_errors, resume_hint, show
 
 EPILOG = """Examples:
@@ -19,22 +18,10 @@ EPILOG = """Examples:
 def push(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A folder with a complete checkpoint.")],
     repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="org/name; created if missing.")],
-    private: Annotated[
-        bool, typer.Option("--private", help="Create a private repository.", rich_help_panel=OUTPUT)
-    ] = False,
-    revision: Annotated[
-        str,
-        typer.Option(
-            metavar="BRANCH",
-            help="Commit to this branch, created if missing; default: the main one.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = "",
-    message: Annotated[str, typer.Option(metavar="TEXT", help="Message of the commit.", rich_help_panel=OUTPUT)] = "",
-    card: Annotated[
-        bool,
-        typer.Option("--card/--no-card", help="Add a model card (README.md) if there is none.", rich_help_panel=OUTPUT),
-    ] = True,
+    private: Private = False,
+    revision: Revision = "",
+    message: Message = "",
+    card: UploadCard = True,
     json_path: Json = "",
     traceback: Traceback = False,
 ) -> None:

@@ -9,10 +9,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..planning.config_names import CONFIGS, algorithm_of
-from . import completion
-from .command import INPUT, OUTPUT, QUANTIZATION, RUN
 from .evaluate import check_bound, check_room, run_gated
-from .options import DryRun, GroupSize, Json, MaxKL, MaxShardSize, Texts, Traceback
+from .options import (
+    Algorithm,
+    Budget,
+    Calibration,
+    Card,
+    Config,
+    DryRun,
+    EmbeddingConfig,
+    Force,
+    GroupSize,
+    Json,
+    LatencyTokens,
+    LayerConfig,
+    MaxKL,
+    MaxShardSize,
+    OnIndivisible,
+    ReadBy,
+    Resume,
+    SaveConfig,
+    Skip,
+    Texts,
+    Traceback,
+)
 from .output import (
     check_report_path,
     is_first_rank,
@@ -27,7 +47,7 @@ from .output import (
 )
 
 if TYPE_CHECKING:
-    from ..planning.report import Report
+    from ..planning.quantize_report import Report
     from ..report import Comparison
 
 
@@ -51,134 +71,26 @@ def quantize(
     out_dir: Annotated[
         str, typer.Argument(metavar="OUT_DIR", help="A folder: new, empty, or an interrupted run of the same command.")
     ],
-    config: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME|FILE",
-            help="Of all linear layers: one of the names listed below, or a .yaml or .json file that maps patterns of "
-            "names to configs. Required without --layer, --embeddings or --budget.",
-            rich_help_panel=QUANTIZATION,
-            autocompletion=completion.config,
-        ),
-    ] = "",
-    layer: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN=CONFIG",
-            help="The config of some layers: a name or glob such as '*.down_proj=int8', 'lm_head=int4:32' (groups of "
-            "32) or '*.k_proj=none'. The first match applies, before --config. Repeatable.",
-            rich_help_panel=QUANTIZATION,
-        ),
-    ] = None,
-    embeddings: Annotated[
-        str,
-        typer.Option(
-            metavar="CONFIG",
-            help="The config of embeddings, and of output layers tied to them.",
-            rich_help_panel=QUANTIZATION,
-            autocompletion=completion.config,
-        ),
-    ] = "",
-    save_config: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE",
-            help="Write the config, or that found by --budget, to a .yaml or .json file.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = "",
-    engine: Annotated[
-        str,
-        typer.Option(
-            "--for",
-            metavar="ENGINE",
-            help="Check first that an engine reads every weight: vllm, vllm-gpu, llama.cpp, transformers, "
-            "onnxruntime or openvino.",
-            rich_help_panel=QUANTIZATION,
-            autocompletion=completion.one_of(completion.ENGINES),
-        ),
-    ] = "",
+    config: Config = "",
+    layer: LayerConfig = None,
+    embeddings: EmbeddingConfig = "",
+    save_config: SaveConfig = "",
+    engine: ReadBy = "",
     group_size: GroupSize = None,
-    skip: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Do not quantize: a module or parameter, the end of its name, or a glob. Repeatable.",
-            rich_help_panel=QUANTIZATION,
-        ),
-    ] = None,
+    skip: Skip = None,
     dry_run: DryRun = False,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume/--no-resume",
-            help="Continue an interrupted run, or start again; --budget always starts again.",
-            rich_help_panel=RUN,
-        ),
-    ] = True,
+    resume: Resume = True,
     report_path: Json = "",
-    on_indivisible: Annotated[
-        str,
-        typer.Option(
-            metavar="POLICY",
-            help="If the group size does not divide a row: pad, largest_divisor, skip or error.",
-            rich_help_panel=QUANTIZATION,
-            autocompletion=completion.one_of(completion.ON_INDIVISIBLE),
-        ),
-    ] = "pad",
+    on_indivisible: OnIndivisible = "pad",
     max_shard_size: MaxShardSize = "4GB",
-    algorithm: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Quantization algorithm: gptq, auto, smooth+gptq, or a recipe.yaml. With --calibration: auto.",
-            rich_help_panel=QUANTIZATION,
-            autocompletion=completion.algorithm,
-        ),
-    ] = "",
-    calibration: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--calibration",
-            metavar="FILE",
-            help="UTF-8 calibration text for --algorithm and --budget. Repeatable.",
-            rich_help_panel=INPUT,
-        ),
-    ] = None,
-    budget: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="AMOUNT",
-            help="Instead of --config: the best mixed-precision config within "
-            '"4.25 bpw", "600 MB", "1.3x latency" or "20 ms". Repeatable.',
-            rich_help_panel=QUANTIZATION,
-        ),
-    ] = None,
-    latency_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Sequence length of the call that a --budget of time refers to; default 1 for generative models, a "
-            "whole sequence for others.",
-            rich_help_panel=QUANTIZATION,
-        ),
-    ] = None,
+    algorithm: Algorithm = "",
+    calibration: Calibration = None,
+    budget: Budget = None,
+    latency_tokens: LatencyTokens = None,
     max_kl: MaxKL = None,
     text: Texts = None,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force", help="Write even if OUT_DIR is not empty; replaces a checkpoint there.", rich_help_panel=OUTPUT
-        ),
-    ] = False,
-    card: Annotated[
-        bool,
-        typer.Option(
-            "--card/--no-card",
-            help="Write a model card (README.md) for models of transformers.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = True,
+    force: Force = False,
+    card: Card = True,
     traceback: Traceback = False,
 ) -> None:
     """Quantize a checkpoint, disk to disk.
@@ -190,7 +102,7 @@ def quantize(
     """
     from ..planning.configs.aliases import by_name
     from ..planning.configs.files import is_config_file, layer_config, read_config, write_config
-    from ..planning.report import nbytes_of
+    from ..planning.quantize_report import nbytes_of
 
     by_layer = bool(layer or embeddings)
     if not (config or budget or by_layer):

@@ -12,7 +12,7 @@ import typer
 
 if TYPE_CHECKING:
     from ..planning.configs import AOBaseConfig
-    from ..planning.report import Report
+    from ..planning.quantize_report import Report
 
 JOURNAL = ".calibration"  # in OUT_DIR during a run: the finished weights
 SEQUENCES, LENGTH, BATCH, FEW = 128, 512, 4, 8  # published GPTQ results use 128 sequences of 2048
@@ -41,7 +41,7 @@ def write_calibrated(
     from ..io.replace_checkpoint import replacing
     from ..planning.configs.files import write_config
     from ..quantize import quantize_
-    from ..report.loading import load_folder, load_tokenizer, read_texts, text_batches
+    from ..report.evaluation_inputs import load_folder, load_tokenizer, read_texts, text_batches
 
     model = load_folder(model_dir)
     batches = None
@@ -99,7 +99,7 @@ def _journal(out_dir: str, resume: bool | None) -> Iterator[str | None]:
 
 def _example(model: Any, batches: list[Any], tokens: int | None) -> Any:
     """One sequence of ``tokens`` tokens; None: 1 for generative models, else the longest of the text."""
-    from ..report.loading import is_causal
+    from ..report.evaluation_inputs import is_causal
 
     longest = max(batches, key=lambda b: b["attention_mask"][0].sum())
     count = tokens or (1 if is_causal(model) else int(longest["attention_mask"][0].sum()))

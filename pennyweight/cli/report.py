@@ -9,8 +9,22 @@ from typing import Annotated, Any
 
 import typer
 
-from .command import INPUT, MEASURING, OUTPUT
-from .options import Batch, Json, Length, Limit, Texts, Traceback
+from .options import (
+    Batch,
+    FloatFolder,
+    Inputs,
+    Json,
+    Length,
+    Limit,
+    MeasureLayers,
+    Page,
+    Pareto,
+    Rounds,
+    Speed,
+    Texts,
+    Traceback,
+    Trials,
+)
 from .output import check_report_path, report_errors, show
 
 MAX_PARETO_BYTES = 1 << 20
@@ -29,62 +43,15 @@ def report(
             "compared.",
         ),
     ],
-    float_dir: Annotated[
-        str,
-        typer.Option(
-            "--float",
-            metavar="FLOAT_DIR",
-            help="The float model's folder, to measure errors against.",
-            rich_help_panel=INPUT,
-        ),
-    ] = "",
+    float_dir: FloatFolder = "",
     text: Texts = None,
-    inputs: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE",
-            help="Instead of --text: a safetensors file of the model's arguments (pixel_values, input_features), one "
-            "sample per row.",
-            rich_help_panel=MEASURING,
-        ),
-    ] = "",
-    out: Annotated[
-        str, typer.Option("-o", "--out", metavar="FILE", help="The HTML file.", rich_help_panel=OUTPUT)
-    ] = "report.html",
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure",
-            help="Time linear layers against float on this machine, at 1 and 64 rows.",
-            rich_help_panel=MEASURING,
-        ),
-    ] = False,
-    speed: Annotated[
-        bool | None,
-        typer.Option(
-            "--speed/--no-speed",
-            help="Time the whole models in turn on this machine; default: with several, if there are inputs.",
-            rich_help_panel=MEASURING,
-        ),
-    ] = None,
-    rounds: Annotated[int, typer.Option(metavar="N", help="Rounds of --speed.", rich_help_panel=MEASURING)] = 5,
-    trials: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            rich_help_panel=MEASURING,
-            help="Changes to try for the next steps, each a run of both models; 0 for none. Default: 8, 1 each for "
-            "several models, and no more after a minute or twice the time of the comparison.",
-        ),
-    ] = None,
-    pareto: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE",
-            help="JSON with other models to compare: a list of name, bits_per_weight, kl.",
-            rich_help_panel=INPUT,
-        ),
-    ] = "",
+    inputs: Inputs = "",
+    out: Page = "report.html",
+    measure: MeasureLayers = False,
+    speed: Speed = None,
+    rounds: Rounds = 5,
+    trials: Trials = None,
+    pareto: Pareto = "",
     batch: Batch = 8,
     length: Length = 256,
     limit: Limit = 64,

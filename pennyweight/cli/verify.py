@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .command import INPUT, MEASURING
-from .options import Json, Traceback
+from .options import Bound, Fused, Json, Like, Make, Texts, Traceback
 from .output import check_report_path, report_errors, show
 
 if TYPE_CHECKING:
@@ -27,44 +26,11 @@ def verify(
     path: Annotated[
         str, typer.Argument(metavar="DIR", help="A checkpoint's folder with golden.safetensors, or a Hub id.")
     ],
-    like: Annotated[
-        str,
-        typer.Option(
-            "--like",
-            metavar="FLOAT_DIR",
-            help="A folder with the architecture, if DIR has no config.json.",
-            rich_help_panel=INPUT,
-        ),
-    ] = "",
-    bound: Annotated[
-        float | None,
-        typer.Option(
-            "--bound",
-            metavar="X",
-            help="Limit of the mean KL in nats (relative error for tensors); default: from the file.",
-            rich_help_panel=MEASURING,
-        ),
-    ] = None,
-    make: Annotated[
-        bool,
-        typer.Option(
-            "--make",
-            help="Write golden.safetensors: this checkpoint's outputs for --text.",
-            rich_help_panel=MEASURING,
-        ),
-    ] = False,
-    text: Annotated[
-        list[str] | None,
-        typer.Option("--text", metavar="FILE", help="UTF-8 text for --make. Repeatable.", rich_help_panel=MEASURING),
-    ] = None,
-    fused: Annotated[
-        bool,
-        typer.Option(
-            "--fused",
-            help="Fuse the model (pw.fuse_), and compare each call of a fused block or net with its own forward.",
-            rich_help_panel=MEASURING,
-        ),
-    ] = False,
+    like: Like = "",
+    bound: Bound = None,
+    make: Make = False,
+    text: Texts = None,
+    fused: Fused = False,
     json_path: Json = "",
     traceback: Traceback = False,
 ) -> None:
@@ -82,8 +48,9 @@ def verify(
     check_report_path(json_path, None)
 
     from ..io.hub import is_hub_id, local_path
-    from ..report.loading import expected_beside, load_folder, load_tokenizer, read_texts, text_batches
-    from ..report.loading import make as written
+    from ..report.evaluation_inputs import load_folder, load_tokenizer, read_texts, text_batches
+    from ..report.golden_files import expected_beside
+    from ..report.golden_files import make as written
 
     if make and not os.path.lexists(path) and is_hub_id(path):
         raise ValueError(f"--make writes into a folder, and {path} is not one here; download it with hf download first")

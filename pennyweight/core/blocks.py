@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .arguments import show
-from .errors import ArgumentTypeError
+from ..support.arguments import show
+from ..support.errors import ArgumentTypeError
 
 Block = tuple[int, ...] | None
 

@@ -1,11 +1,11 @@
 """Who makes the current call, read from the Python stack. The only file in the package that decides by the caller.
 
 It is the last resort: these callers need another result from an ordinary tensor function, and nothing in the call
-itself differs. Each question is asked only if the library in question is loaded or in use:
+itself differs. Libraries that call are registered from above, once they are loaded; this file names none but torch:
 
     torch.distributed        :func:`caller`, for pennyweight/distributed/dispatch.py
-    accelerate               :func:`refuse_disk_offload`
-    peft                     :func:`copied_for_training`
+    offload to disk          :func:`refuse_disk_offload`, for the libraries in OFFLOADS
+    copies to be trained     :func:`copied_for_training`, for the libraries in TRAINING_COPIES
     torch.save, torch.load   :func:`refuse_legacy_format`
     Module.load_state_dict   :func:`load_state_dict_frames`, for load_state_dict.py
     Module.to, .float() ..   :func:`converts_module`, for tensors whose own conversion to a dtype dequantizes
@@ -15,7 +15,8 @@ itself differs. Each question is asked only if the library in question is loaded
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -24,14 +25,30 @@ import torch
 from torch import nn
 
 _SKIPPED = (__name__.partition(".")[0] + ".", "torch.overrides", "torch.nn.functional", "torch._tensor")
-_DISTRIBUTED = ("torch.distributed.", "torch.nn.parallel.distributed")
-_ACCELERATE, _ACCELERATE_DEPTH = "accelerate.utils.offload", 8  # frames from this file to the one that calls torch
-_PEFT = "peft.utils.other"
 _LEGACY_FORMAT = (torch.serialization._legacy_save.__code__, torch.serialization._legacy_load.__code__)
 LOAD_FROM_STATE_DICT = nn.Module._load_from_state_dict.__code__
 _APPLY = nn.Module._apply.__code__
 _APPLY_DEPTH = 12
 _LOAD_DEPTH = 12  # torch.overrides and hooks of subclasses can be in between
+
+
+@dataclass(frozen=True)
+class Offload:
+    """How a library offloads weights to disk.
+
+    depth     frames from this file to the module that calls torch, at most
+    message   weight -> what TypeError says, with the remedy
+    """
+
+    depth: int
+    message: Callable[[Any], str]
+
+
+# Name of a module -> rule; filled by pennyweight/integrations/callers.py
+OFFLOADS: dict[str, Offload] = {}
+TRAINING_COPIES: dict[
+    str, Callable[[Mapping[str, Any]], bool]
+] = {}  # (local names of its function) -> whether it is one
 
 
 def _frames() -> Iterator[FrameType]:
@@ -56,30 +73,24 @@ def in_layer() -> str:
     return f" in layer {name!r} ({type(inside[0]).__name__})" if name else f" in {type(inside[0]).__name__}"
 
 
-def caller() -> str:
-    """The torch.distributed module that makes the current call; "" for other callers.
-
-    It slices, pads, copies and flattens with the ordinary tensor functions (see pennyweight/distributed/dispatch.py).
-    """
+def caller(prefixes: tuple[str, ...]) -> str:
+    """The module that makes the current call if its name begins with one of the prefixes, else ""."""
     for frame in _frames():
         name = _module(frame)
         if not f"{name}.".startswith(_SKIPPED):
-            return name if name.startswith(_DISTRIBUTED) else ""
+            return name if name.startswith(prefixes) else ""
     return ""
 
 
 def refuse_disk_offload(w: Any) -> None:
-    """Raise TypeError if accelerate is offloading a weight to disk, because its array files can hold only floats.
+    """Raise TypeError if a registered library is offloading a weight to disk, to files that can hold only floats.
 
     The weight would be loaded as float: as large as without quantization, and with different results if activations
     are quantized.
     """
-    if _ACCELERATE in sys.modules and any(_module(f) == _ACCELERATE for f in islice(_frames(), _ACCELERATE_DEPTH)):
-        raise TypeError(
-            f"accelerate's offload to disk stores a quantized weight {tuple(w.shape)} ({w.spec}) as float numbers. "
-            "Save the model with pw.save(model, folder) and call accelerate.cpu_offload(model, execution_device, "
-            "state_dict=pw.open(folder).packed_for(model)), which maps the files"
-        )
+    for module, offload in OFFLOADS.items():
+        if any(_module(f) == module for f in islice(_frames(), offload.depth)):
+            raise TypeError(offload.message(w))
 
 
 def refuse_legacy_format() -> None:
@@ -102,15 +113,15 @@ def converts_module() -> bool:
 
 
 def copied_for_training() -> bool:
-    """Whether PEFT is copying a module to train the whole copy (``modules_to_save``), which must then be float.
+    """Whether a registered library is copying a module to train the whole copy, which must then be float.
 
     Codes cannot be trained directly: an optimizer step is smaller than the distance between two codes and is rounded
-    away. PEFT calls copy.deepcopy, which passes a parameter nothing but the memo.
+    away.
     """
-    if _PEFT not in sys.modules:
+    if not TRAINING_COPIES:
         return False
-    frame = next((f for f in _frames() if _module(f) == _PEFT), None)
-    return frame is not None and hasattr(frame.f_locals.get("self"), "modules_to_save")
+    frame = next((f for f in _frames() if _module(f) in TRAINING_COPIES), None)
+    return frame is not None and TRAINING_COPIES[_module(frame)](frame.f_locals)
 
 
 def load_state_dict_frames() -> tuple[FrameType, FrameType] | None:

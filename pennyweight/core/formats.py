@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import did_you_mean, hint, show
-from .errors import ArgumentTypeError
+from ..support.arguments import did_you_mean, hint, show
+from ..support.errors import ArgumentTypeError
 
 _BY_NAME: dict[str, Format] = {}
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..support.arguments import did_you_mean
 from . import blocks
-from .arguments import did_you_mean
 from .numerics import Parts
 from .packing import flat_rows, pack_bits, saved_by_flat_rows, unpack_bits
 from .spec import SPECS, QuantSpec

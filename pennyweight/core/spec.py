@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ..support.arguments import check_choice, show
+from ..support.errors import ArgumentTypeError
 from . import blocks
-from .arguments import check_choice, show
-from .errors import ArgumentTypeError
 from .formats import (
     DYNAMIC8,
     E2M1,

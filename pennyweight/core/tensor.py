@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..support.arguments import show
+from ..support.errors import ArgumentError, ArgumentTypeError
 from . import blocks, codebook, device_hooks, quantize_backends, torchscript
-from .arguments import show
 from .call_site import copied_for_training, refuse_legacy_format
-from .errors import ArgumentError, ArgumentTypeError
 from .layouts import READABLE, change_layout, compact_layout, get_layout, unpack_zero_point
 from .numerics import Parts, dequantize, is_permutation, permute_last_axis, quantize, sqnr
 from .qparams import Params

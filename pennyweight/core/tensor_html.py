@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ..support.html_table import html_columns, html_table
 from .describe_spec import describe, describe_activation, shorten
-from .html_table import html_columns, html_table
 
 LIMIT = 1 << 26  # elements; unpacking their codes takes as many bytes
 COLUMNS = 32  # of the chart, at most

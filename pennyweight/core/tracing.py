@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..support.errors import ArgumentError
 from .call_site import in_layer
-from .errors import ArgumentError
 
 
 def in_memory(t: Tensor) -> bool:
@@ -58,6 +58,23 @@ def refuse_jit_trace(op: str, w: Any) -> None:
             f"{op}{in_layer()}: torch.jit.trace cannot record a quantized weight ({w.spec}); use torch.export.export "
             "or torch.compile, or trace the float model of dequantize_(model)"
         )
+
+
+def untraced() -> Any:
+    """A context where sizes are numbers: under torch.jit.trace they are tensors, and comparing them warns."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is None:
+        return nullcontext()
+    return _paused_trace()
+
+
+@contextmanager
+def _paused_trace() -> Iterator[None]:
+    state, put = torch._C._get_tracing_state(), torch._C._set_tracing_state  # type: ignore[attr-defined]
+    put(None)
+    try:
+        yield
+    finally:
+        put(state)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from ..core.tensor import AffineQuantizedTensor
 from . import collectives, ddp, fsdp, sharding
 
 aten = torch.ops.aten
+_CALLERS = ("torch.distributed.", "torch.nn.parallel.distributed")
 # handler(w, other arguments, kwargs, calling module)
 CALLS: dict[Any, Callable[[AffineQuantizedTensor, tuple[Any, ...], dict[str, Any], str], Any]] = {
     torch.chunk: sharding.chunk,
@@ -36,7 +37,7 @@ CALLS: dict[Any, Callable[[AffineQuantizedTensor, tuple[Any, ...], dict[str, Any
 
 
 def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
-    who = caller()
+    who = caller(_CALLERS)
     return CALLS[func](args[0], args[1:], kwargs, who) if who else NotImplemented
 
 

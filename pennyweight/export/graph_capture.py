@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 
 from ..core.tensor import AffineQuantizedTensor
-from ..kernels.linear_op import _flatten, _weight
+from ..kernels.graph_weight import flatten, weight_of
 
 # -- placeholder ops ---------------------------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class _Marking:
 
     def _number(self, w: QT, name: str, use: str) -> int:
         """The index of a weight in stored order; equal for uses that share their parts."""
-        parts = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in _flatten(w)[0]]
+        parts = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in flatten(w)[0]]
         key = (*parts, w.stored_shape)
         if key not in self.known:
             self.known[key] = len(self.weights)
@@ -215,7 +215,7 @@ class _Marking:
             raise ValueError(
                 f"{node.name}: a part of its quantized weight is computed by the model; it has no stored data"
             )
-        w = _weight(key, tensors)[1]  # type: ignore[arg-type]
+        w = weight_of(key, tensors)  # type: ignore[arg-type]
         name = self.name[parts[0]]  # type: ignore[index]
         self._replace(node, ops.linear.default, x, bias, self._number(w, name, "linear"), int(w.shape[0]))
 

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from ..core.arguments import check_arguments
-from ..core.errors import ArgumentError
 from ..core.formats import INT7, INT8, UINT7, UINT8, Format
+from ..core.model_arguments import check_arguments
 from ..core.numerics import Parts
 from ..core.spec import ActivationSpec, QuantSpec
 from ..core.tensor import AffineQuantizedTensor
 from ..inference.freeze import freeze_
 from ..kernels.repack import prepare as pack
 from ..kernels.table import case_of, select
-from ..planning.report import Report, Row
+from ..planning.quantize_report import Report, Row
+from ..support.errors import ArgumentError, Refusal
 from .decomposed_ops import CHOOSE, DEQUANTIZE, DEQUANTIZE_CHANNEL, QUANTIZE, calls
 from .graph_edits import FROM_NODE, constant_of, erase_dead, evaluate, made_from, new_name, producers
 from .lower_values import lower_values
@@ -50,10 +50,6 @@ class Lowered(NamedTuple):
 
     model: GraphModule
     report: Report
-
-
-class Stays(Exception):
-    """Why a layer is not lowered."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +118,7 @@ def _lower(model: GraphModule, node: Node, known: dict[Any, Any]) -> Row:
     size = constant_of(model, weight).nbytes if shape else 0
     try:
         module = _module(model, node, known)
-    except Stays as reason:
+    except Refusal as reason:
         return Row(name, kind, shape, "", "", size, size, note=str(reason))
     attribute = new_name("lowered_")(model)
     model.add_module(attribute, module)
@@ -152,9 +148,9 @@ def _before(node: Any) -> Any:
 
 
 def _module(model: GraphModule, node: Node, known: dict[Any, Any]) -> nn.Module:
-    """The module that computes what ``node`` does. Raises Stays."""
+    """The module that computes what ``node`` does. Raises Refusal."""
     if not calls(node, *_CONVS, _LINEAR):
-        raise Stays(f"no int8 kernel for {node.target}")
+        raise Refusal(f"no int8 kernel for {node.target}")
     given = _input(node.args[0])
     w = _weight(model, node, given)
     bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
@@ -164,57 +160,57 @@ def _module(model: GraphModule, node: Node, known: dict[Any, Any]) -> nn.Module:
     b = None
     if isinstance(bias, Node):
         if producers(bias) is None:
-            raise Stays("its bias depends on the input of the graph")
+            raise Refusal("its bias depends on the input of the graph")
         b = evaluate(model, bias, {}).detach().float()
     if select("linear" if node.target is _LINEAR else "convolution", case_of(w, torch.float32)).name == "dequantize":
-        raise Stays("no int8 kernel of this machine takes it; pw.explain shows why")
+        raise Refusal("no int8 kernel of this machine takes it; pw.explain shows why")
     known[repr(key)] = _linear(w, b, given) if node.target is _LINEAR else _conv(node, w, b, given)
     return known[repr(key)]
 
 
 def _input(node: Any) -> Input:
-    """How a layer's input is quantized. Raises Stays."""
+    """How a layer's input is quantized. Raises Refusal."""
     if not calls(node, *DEQUANTIZE):
-        raise Stays("its input is not quantized")
+        raise Refusal("its input is not quantized")
     codes = node.args[0]
     if not calls(codes, *QUANTIZE):
-        raise Stays("the codes of its input are not computed in the graph")
+        raise Refusal("the codes of its input are not computed in the graph")
     if node.target is DEQUANTIZE_CHANNEL:
-        raise Stays("its input is quantized per channel")
+        raise Refusal("its input is quantized per channel")
     if codes.args[1:] != node.args[1:]:
-        raise Stays("its input is quantized and dequantized with different parameters")
+        raise Refusal("its input is quantized and dequantized with different parameters")
     source, scale, zero_point, low, high, dtype = codes.args[:6]
     if "val" in source.meta and source.meta["val"].dtype != torch.float32:
-        raise Stays(f"its input is {source.meta['val'].dtype}, kernels for graphs take float32")
+        raise Refusal(f"its input is {source.meta['val'].dtype}, kernels for graphs take float32")
     found = _INPUTS.get((dtype, low, high))
     if found is None:
-        raise Stays(f"its input has the codes {low} to {high} of {dtype}; kernels take all codes or half of them")
+        raise Refusal(f"its input has the codes {low} to {high} of {dtype}; kernels take all codes or half of them")
     if not isinstance(scale, Node):
         return Input(source, found, float(scale), int(zero_point))
     choose: Any = scale.args[0] if scale.args else None
     if not calls(choose, *CHOOSE.values()) or choose.args[0] is not source:
-        raise Stays("the parameters of its input are computed from something else")
+        raise Refusal("the parameters of its input are computed from something else")
     symmetric = choose.target is CHOOSE[torch.per_tensor_symmetric]
     return Input(source, found, dynamic=(low, high, float(choose.args[3])), symmetric=symmetric)
 
 
 def _weight(model: GraphModule, node: Node, given: Input) -> AffineQuantizedTensor:
-    """The weight as a quantized tensor, packed for its kernel. Raises Stays."""
+    """The weight as a quantized tensor, packed for its kernel. Raises Refusal."""
     values = node.args[1]
     if not calls(values, *DEQUANTIZE):
-        raise Stays("its weight is not quantized")
+        raise Refusal("its weight is not quantized")
     source: Any = values.args[0]  # type: ignore[union-attr]
     if producers(source) is None:
-        raise Stays("its weight depends on the input of the graph")
+        raise Refusal("its weight depends on the input of the graph")
     codes = evaluate(model, source, {}).detach()
     parameters = [evaluate(model, a, {}) if isinstance(a, Node) else a for a in values.args[1:4]]  # type: ignore[union-attr]
     scale, zero_point = (torch.as_tensor(p, dtype=torch.float32) for p in parameters[:2])
     if codes.dtype != torch.int8 or codes.device.type != "cpu":
-        raise Stays(f"its weight is {codes.dtype} on {codes.device}; kernels for graphs take int8 on a CPU")
+        raise Refusal(f"its weight is {codes.dtype} on {codes.device}; kernels for graphs take int8 on a CPU")
     if bool((zero_point != 0).any()):
-        raise Stays("its weight has zero points")
+        raise Refusal("its weight has zero points")
     if values.target is DEQUANTIZE_CHANNEL and parameters[2] != 0:  # type: ignore[union-attr]
-        raise Stays(f"its weight has a scale per index of axis {parameters[2]}, not per output channel")
+        raise Refusal(f"its weight has a scale per index of axis {parameters[2]}, not per output channel")
     rows = scale.reshape(-1).expand(codes.shape[0]).contiguous().reshape(-1, *(1,) * (codes.ndim - 1))
     act = ActivationSpec(QuantSpec(given.format, None, scale=torch.float32, zero_point=True), "static")
     spec = QuantSpec(INT8, (1, *(-1,) * (codes.ndim - 1)), scale=torch.float32)
@@ -242,7 +238,7 @@ def _conv(node: Node, w: AffineQuantizedTensor, bias: Tensor | None, given: Inpu
     )
     groups: Any = arguments.get("groups", 1)
     if any(isinstance(value, Node) for value in (stride, padding, dilation)):
-        raise Stays("its stride, padding or dilation is computed in the graph")
+        raise Refusal("its stride, padding or dilation is computed in the graph")
     o, c, *kernel = w.shape
     base: Any = (nn.Conv1d, nn.Conv2d)[rank - 1] if given.dynamic is None else DynamicConv[rank]
     made = base(c * groups, o, tuple(kernel), stride, padding, dilation, groups, bias is not None, device="meta")

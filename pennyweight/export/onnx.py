@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core import extras
-from ..core.arguments import check_arguments
-from ..core.progress import Progress, step
+from ..core.model_arguments import check_arguments
 from ..io.atomic_write import folder_lock, partial_path, rename_into_place, sync_folder
-from ..planning.report import Report, Row
+from ..planning.quantize_report import Report, Row
+from ..support import extras
+from ..support.progress import Progress, step
 from . import codes_2d, onnx_patterns
 from .graph import Nodes
 from .graph_capture import DOMAIN, Captured, Weight, capture, translations

@@ -12,9 +12,9 @@ from torch.utils._device import DeviceContext
 
 from ..core.tracing import in_memory
 from ..kernels.block import Call
+from .block_description import BlockDescription
 from .detect_changes import own_class
 from .random_values import zeros
-from .recipe import Recipe
 
 _ROTATIONS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,10 +33,11 @@ class Read(NamedTuple):
 class Reader:
     """Reads calls of one block. A call that is not fused gives the reason."""
 
-    def __init__(self, block: nn.Module, recipe: Recipe) -> None:
-        self.recipe = recipe
-        a = recipe.arguments
-        self.parameters = [p for p in map(dict(block.named_parameters()).get, recipe.parameters()) if p is not None]
+    def __init__(self, block: nn.Module, description: BlockDescription) -> None:
+        self.description = description
+        a = description.arguments
+        named = dict(block.named_parameters())
+        self.parameters = [p for p in map(named.get, description.parameters()) if p is not None]
         self.roles = {a.hidden: "hidden", a.mask: "mask", a.rotary: "rotary", a.cache: "cache", a.bias: "bias"}
         if a.padding:
             self.roles |= {a.mask: "excluded", a.padding: "padding"}
@@ -51,16 +52,16 @@ class Reader:
         }
         self.effective = {**defaults, **a.constants}
         self.required = [name for name, value in a.constants.items() if not _same(value, defaults.get(name))]
-        across = () if recipe.cross is None else (recipe.cross.keys, recipe.cross.values)
+        across = () if description.cross is None else (description.cross.keys, description.cross.values)
         layers: list[Any] = [block.get_submodule(path) for path in across]
         self.states_width = int(layers[0].in_features) if layers else 0
         for layer in layers:
             self.parameters += [p for p in layer._parameters.values() if p is not None]
-        self.rotated = max((getattr(step, "rotated", 0) for step in recipe.steps), default=0)
+        self.rotated = max((getattr(step, "rotated", 0) for step in description.steps), default=0)
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Read | str:
         """The arguments, or the reason why the call is not fused."""
-        recipe, a = self.recipe, self.recipe.arguments
+        description, a = self.description, self.description.arguments
         given = kwargs
         if args:
             given = {**dict(zip(a.names, args, strict=False)), **kwargs}
@@ -71,8 +72,8 @@ class Reader:
         if type(x) is not Tensor or not in_memory(x) or not x.is_cpu or is_observed():
             return "the input is not in the memory of the CPU, or a mode, tracer or transform observes it"
         shape = x.shape
-        if len(shape) != 3 or x.dtype is not recipe.dtype or shape[2] != recipe.widths[0] or 0 in shape:
-            return f"the input is not a tensor [batch, tokens, {recipe.widths[0]}] of {recipe.dtype}"
+        if len(shape) != 3 or x.dtype is not description.dtype or shape[2] != description.widths[0] or 0 in shape:
+            return f"the input is not a tensor [batch, tokens, {description.widths[0]}] of {description.dtype}"
         if grad and (x.requires_grad or any(p.requires_grad for p in self.parameters)):
             return "gradients are enabled; call the model under torch.inference_mode() or torch.no_grad()"
         if torch.is_autocast_enabled("cpu"):
@@ -129,10 +130,10 @@ class Reader:
 
     def returned(self, y: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the block returns, with the hidden states y."""
-        output = self.recipe.output
+        output = self.description.output
         if output is None:
             return y
-        given = {**dict(zip(self.recipe.arguments.names, args, strict=False)), **kwargs}
+        given = {**dict(zip(self.description.arguments.names, args, strict=False)), **kwargs}
         return tuple(y if name == "" else None if name is None else given.get(name) for name in output)
 
     def _rotation(self, name: str, value: Any, batch: int, tokens: int, grad: bool) -> str:
@@ -150,7 +151,7 @@ class Reader:
 
     def _add_masks(self, call: Call, added: dict[str, Tensor], x: Tensor, hint: bool) -> str:
         """Make one mask of several; the reason if they have unexpected shapes or there is none. hint: is_causal."""
-        if self.recipe.arguments.bias:
+        if self.description.arguments.bias:
             bias, mask = added.get("bias"), call.mask
             if bias is None or bias.ndim != 4 or not bias.is_floating_point():
                 return "the bias of the scores is missing or is not a float tensor [batch, heads, tokens, keys]"
@@ -162,9 +163,9 @@ class Reader:
                 call.mask = torch.where(mask, bias, torch.finfo(x.dtype).min)
             else:
                 call.mask = mask + bias
-            call.causal = mask is None and self.recipe.causal and x.shape[1] > 1
+            call.causal = mask is None and self.description.causal and x.shape[1] > 1
             return "" if call.mask.dtype in _ROTATIONS else f"the bias of the scores is of {bias.dtype}"
-        tokens, batch = x.shape[:2] if not self.recipe.arguments.batch_first else x.shape[1::-1]
+        tokens, batch = x.shape[:2] if not self.description.arguments.batch_first else x.shape[1::-1]
         excluded, padding = added.get("excluded"), added.get("padding")
         masks = []
         if hint and excluded is None:
@@ -172,8 +173,8 @@ class Reader:
         if excluded is not None:
             if excluded.shape == (tokens, tokens):
                 masks.append(excluded[None, None])
-            elif excluded.shape == (batch * self.recipe.heads.query, tokens, tokens):
-                masks.append(excluded.unflatten(0, (batch, self.recipe.heads.query)))
+            elif excluded.shape == (batch * self.description.heads.query, tokens, tokens):
+                masks.append(excluded.unflatten(0, (batch, self.description.heads.query)))
             else:
                 return f"the mask has shape {list(excluded.shape)}"
         if padding is not None:

@@ -15,10 +15,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ..kernels.gate_attention import past_reason
+from ..kernels.native.attention import past_reason
 
 SPARE = 64  # tokens added to a buffer at least, when it grows
-# Classes of layers with past_keys, past_values and quantize_old(); integrations/kv_cache.py adds its own
+# Classes of layers with past_keys, past_values and quantize_old(); inference/kv_cache.py adds its own
 QUANTIZED: set[type] = set()
 
 

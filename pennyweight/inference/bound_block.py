@@ -1,4 +1,4 @@
-"""A recipe bound to the tensors of one block: runs the fused steps."""
+"""A description bound to the tensors of one block: runs the fused steps."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ..core import fallback
-from ..core.errors import ArgumentError
 from ..kernels.block import Call, Steps, run_reference
+from ..support.errors import ArgumentError, Refusal
 from . import block_cache
 from .block_arguments import Read, Reader, mask_refusal
+from .block_description import BlockDescription
 from .cross_attention import CrossAttention
 from .detect_changes import Watch
-from .recipe import Recipe
 from .runner import Runner, runner
-from .trace_block import Refusal
 
 Kept = dict[int, Tensor]
 Compile = Callable[[Steps], Runner | str]
@@ -36,22 +35,22 @@ class Part(NamedTuple):
 class Bound:
     """One block's steps with its tensors. Raises Refusal if native code cannot run them."""
 
-    def __init__(self, block: nn.Module, recipe: Recipe, compile: Compile | None = None) -> None:
-        self.module, self.recipe, self.compile = weakref.ref(block), recipe, compile or runner
-        self.steps = recipe.build(block)
-        self.end = len(self.steps.steps) if recipe.cross is None else recipe.cross.cut
+    def __init__(self, block: nn.Module, description: BlockDescription, compile: Compile | None = None) -> None:
+        self.module, self.description, self.compile = weakref.ref(block), description, compile or runner
+        self.steps = description.build(block)
+        self.end = len(self.steps.steps) if description.cross is None else description.cross.cut
         self.parts: dict[tuple[int, int], Part] = {}
         self.whole = self.part(0, self.end)  # up to cross-attention, if there is one
-        self.across = None if recipe.cross is None else CrossAttention(block, recipe.cross)
-        self.watch = Watch(block, _trains, _choice(block, recipe))
-        self.reader = Reader(block, recipe)
+        self.across = None if description.cross is None else CrossAttention(block, description.cross)
+        self.watch = Watch(block, _trains, _choice(block, description))
+        self.reader = Reader(block, description)
         self.expired = False  # native code found a parameter that changed its memory
 
     def part(self, begin: int, end: int) -> Part:
         """Some of the steps, compiled at the first use."""
         made = self.parts.get((begin, end))
         if made is None:
-            steps, kept = self.recipe.part(self.steps, begin, end)
+            steps, kept = self.description.part(self.steps, begin, end)
             runner = self.compile(steps)
             if isinstance(runner, str):
                 raise Refusal(runner)
@@ -69,7 +68,7 @@ class Bound:
         read = self.reader.read(args, kwargs)
         if isinstance(read, str):
             return read
-        first = self.recipe.arguments.batch_first
+        first = self.description.arguments.batch_first
         x = read.x if first else read.x.transpose(0, 1).contiguous()
         kept: Kept = {}
         if self.across is None:
@@ -86,13 +85,13 @@ class Bound:
 
     def _attend(self, x: Tensor, call: Call, cache: Any, kept: Kept) -> Tensor | str:
         batch, tokens, _ = x.shape
-        recipe, heads = self.recipe, self.recipe.heads
+        description, heads = self.description, self.description.heads
         shape = (batch, heads.shared, tokens, heads.size)
-        if cache is None or not recipe.cached:
+        if cache is None or not description.cached:
             if call.mask is not None and (reason := mask_refusal(call.mask, batch, heads.query, tokens, tokens)):
                 return reason
-            call.causal |= recipe.causal and call.mask is None
-            if recipe.cached:
+            call.causal |= description.causal and call.mask is None
+            if description.cached:
                 call.keys, call.values = _empty(shape, x.dtype), _empty(shape, x.dtype)
                 call.length = tokens
             return self._native(self.whole, x, call, kept)
@@ -100,7 +99,7 @@ class Bound:
             self.expired = True
             return "a parameter was converted to another dtype or moved"
         cache = getattr(cache, "self_attention_cache", cache)
-        layer = block_cache.layer_of(cache, recipe.layer)
+        layer = block_cache.layer_of(cache, description.layer)
         room = None if layer is None else block_cache.room(layer, shape, x.dtype)
         if room is None or (room.codes and tokens > 1 and call.mask is None):  # which tokens are seen then: see _limit
             return self._in_two_parts(x, call, cache, shape, kept)
@@ -130,7 +129,7 @@ class Bound:
             if reason := mask_refusal(call.mask, batch, across.heads.query, tokens, length):
                 return reason
         second = self.part(self.end, len(self.steps.steps))
-        kept.update(_buffers(self.recipe.cross.kept, batch * tokens))  # type: ignore[union-attr]
+        kept.update(_buffers(self.description.cross.kept, batch * tokens))  # type: ignore[union-attr]
         y = self._attend(x, read.call, read.cache, kept)
         if isinstance(y, str):
             return y
@@ -159,7 +158,7 @@ class Bound:
     def _limit(self, call: Call, tokens: int) -> None:
         """The number of keys that are read, and whether the mask is causal, as transformers' sdpa attention does."""
         if call.mask is None or call.causal:
-            if tokens > 1 and self.recipe.causal:  # it reads the first tokens: the cache was empty
+            if tokens > 1 and self.description.causal:  # it reads the first tokens: the cache was empty
                 call.causal, call.length = True, tokens
                 call.mask = None if call.mask is None else call.mask[..., :tokens]
         elif call.mask.dtype is torch.bool:
@@ -168,13 +167,13 @@ class Bound:
                 call.length, call.mask = used, call.mask[..., :used]
 
     def _in_two_parts(self, x: Tensor, call: Call, cache: Any, shape: Any, kept: Kept) -> Tensor | str:
-        recipe = self.recipe
-        first, second = self.part(0, recipe.cut), self.part(recipe.cut, self.end)
-        kept.update(_buffers(recipe.kept, x.shape[0] * x.shape[1]))
+        description = self.description
+        first, second = self.part(0, description.cut), self.part(description.cut, self.end)
+        kept.update(_buffers(description.kept, x.shape[0] * x.shape[1]))
         call.keys, call.values = _empty(shape, x.dtype), _empty(shape, x.dtype)
         if isinstance(reason := self._native(first, x, call, kept), str):
             return reason
-        keys, values = cache.update(call.keys, call.values, recipe.layer)
+        keys, values = cache.update(call.keys, call.values, description.layer)
         call.keys, call.values = (t if t.stride(-1) == 1 else t.contiguous() for t in (keys, values))
         call.length = keys.shape[2]
         self._limit(call, shape[2])
@@ -189,9 +188,9 @@ def _trains(module: nn.Module) -> bool:
     return any(True for _ in module.children()) or "dropout" in type(module).__name__.lower()
 
 
-def _choice(block: nn.Module, recipe: Recipe) -> list[tuple[dict[str, Any], str]]:
+def _choice(block: nn.Module, description: BlockDescription) -> list[tuple[dict[str, Any], str]]:
     """Where transformers keeps its choice of the attention function."""
-    path, choice = recipe.attention
+    path, choice = description.attention
     config: Any = block.get_submodule(path).config if choice else None  # a property would cost 1 µs at each call
     return [(config.__dict__, CHOICE)] if choice else []
 

@@ -6,7 +6,6 @@ On with the environment variable ``PENNYWEIGHT_CHECK=1``, or within :func:`check
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,9 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ..support import environment
 from .verify_block import difference, tolerance
 
-_CHECK: ContextVar[bool] = ContextVar("pennyweight_check", default=os.environ.get("PENNYWEIGHT_CHECK", "") == "1")
+_CHECK: ContextVar[bool] = ContextVar("pennyweight_check", default=environment.CHECK.read() == "1")
 
 
 class CheckError(RuntimeError):
@@ -41,21 +41,21 @@ def checked(enabled: bool = True) -> Iterator[None]:
 def run(fused: Callable[..., Any], block: Any, args: Any, kwargs: Any) -> Any:
     """fused(block, its class, args, kwargs), compared with the block's own forward on copies of the cache."""
     cls = type(block)
-    recipe = cls.recipe
-    names = recipe.arguments.names
+    description = cls.description
+    names = description.arguments.names
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    before = {n: copy.deepcopy(v) for n, v in given.items() if n == recipe.arguments.cache and v is not None}
+    before = {n: copy.deepcopy(v) for n, v in given.items() if n == description.arguments.cache and v is not None}
     own = {**given, **before}
     y = fused(block, cls, args, kwargs)
     if type(y) is str:
         return y
     want = cls.thawed.forward(block, **own)
-    limit = tolerance(recipe, block)
-    found, expected, x = (t[0] if isinstance(t, tuple) else t for t in (y, want, given[recipe.arguments.hidden]))
-    compare(f"{recipe.name}: the output", difference(found, expected, x), limit)
+    limit = tolerance(description, block)
+    found, expected, x = (t[0] if isinstance(t, tuple) else t for t in (y, want, given[description.arguments.hidden]))
+    compare(f"{description.name}: the output", difference(found, expected, x), limit)
     for name, cache in before.items():
-        for what, new, old in _states(given[name], cache, recipe.layer):
-            compare(f"{recipe.name}: {what} in the cache", difference(new, old, old * 0), limit)
+        for what, new, old in _states(given[name], cache, description.layer):
+            compare(f"{description.name}: {what} in the cache", difference(new, old, old * 0), limit)
     return y
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .recipe import CrossPart
+from .block_description import CrossPart
 
 
 class CrossAttention:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.run_batch import run_batch
+from ..support.errors import Refusal
 from .random_values import Random
-from .trace_block import Refusal
 
 BATCH, TOKENS = 2, 5  # different, so that an exchange of both is seen
 

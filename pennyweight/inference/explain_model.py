@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from ..core import fallback
-from ..core.arguments import check_arguments, show
-from ..core.errors import ArgumentTypeError
-from ..core.html_table import html_table
+from ..core.model_arguments import check_arguments
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels import table
 from ..kernels.table import Explanation, case_of, explain_case, moved, op_of
 from ..kernels.target import check_target, read_target
 from ..planning.parameters import Site, make_site, places
+from ..support.arguments import show
+from ..support.errors import ArgumentTypeError
+from ..support.html_table import html_table
 from .fused_module import FusedModule
 
 Device = torch.device | str | None

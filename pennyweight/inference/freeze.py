@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.arguments import check_arguments
 from ..core.describe_spec import describe, describe_activation, shorten
+from ..core.model_arguments import check_arguments
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.linear import linear
 from ..kernels.table import case_of, select
 from ..planning.module_handlers import thaw_classes_
 from ..planning.parameters import Place, places
-from ..planning.report import Report, Row
+from ..planning.quantize_report import Report, Row
 
 
 class FrozenLinear(nn.Linear):

@@ -13,54 +13,54 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.arguments import check_arguments
+from ..core.model_arguments import check_arguments
 from ..core.tensor import AffineQuantizedTensor
-from ..planning.report import Report, Row
+from ..planning.quantize_report import Report, Row
+from ..support.errors import Refusal
 from . import check_block as checks
+from .block_description import BlockDescription
 from .bound_block import Bound
-from .derive_recipe import derive
+from .describe_block import describe_block
 from .detect_changes import attributes, module_classes, own_class, refusal
 from .examples import Observed, candidates, examples, observe, roots
 from .freeze import freeze_, with_scheme
 from .fuse_conv_net import FusedConvNet, chained_convolutions, fuse_nets
 from .fused_module import FusedModule, Kind, fuse_class_
-from .recipe import Recipe
-from .trace_block import Refusal
 from .verify_block import verify
 
 
-def _refused(block: nn.Module, recipe: Recipe, args: Any, kwargs: Any) -> str:
-    return refusal(block, lambda module: True) or changed(block, recipe)
+def _refused(block: nn.Module, description: BlockDescription, args: Any, kwargs: Any) -> str:
+    return refusal(block, lambda module: True) or changed(block, description)
 
 
-def _bind(block: nn.Module, recipe: Recipe, args: Any, kwargs: Any) -> Bound:
-    return Bound(block, recipe)
+def _bind(block: nn.Module, description: BlockDescription, args: Any, kwargs: Any) -> Bound:
+    return Bound(block, description)
 
 
 def _weights(block: FusedBlock) -> list[str]:
-    return [product[0] for product in type(block).recipe.products()]
+    return [product[0] for product in type(block).description.products()]
 
 
 def _about(block: FusedBlock) -> str:
     return f"one native call for {len(_weights(block))} linear layers and what lies between them"
 
 
-def changed(block: nn.Module, recipe: Recipe) -> str:
+def changed(block: nn.Module, description: BlockDescription) -> str:
     """Why a block is no longer the one that was recognized, or ""."""
-    if module_classes(block) != recipe.modules:
+    if module_classes(block) != description.modules:
         return "a module in it was replaced"
-    path, choice = recipe.attention
+    path, choice = description.attention
     if choice and block.get_submodule(path).config._attn_implementation != choice:  # type: ignore[union-attr]
         return "the attention implementation of the model was changed"
-    for name, shape in recipe.shapes:
+    for name, shape in description.shapes:
         path, _, own = name.rpartition(".")
         held = block.get_submodule(path)._parameters.get(own)
-        if held is None or tuple(held.shape) != shape or (name in recipe.quantized()) != is_quantized(held):
+        if held is None or tuple(held.shape) != shape or (name in description.quantized()) != is_quantized(held):
             return f"{name} was replaced"
-    if sum(1 for _ in block.named_parameters()) != len(recipe.shapes):
+    if sum(1 for _ in block.named_parameters()) != len(description.shapes):
         return "a parameter was added"
     found = {(path, name): value for path, name, value in attributes(block)}
-    for path, name, value in recipe.attributes:
+    for path, name, value in description.attributes:
         if (path, name) not in found or type(found[path, name]) is not type(value) or found[path, name] != value:
             return f"{path}.{name} was changed; call fuse_ again".lstrip(".")
     return ""
@@ -74,7 +74,7 @@ class FusedBlock(FusedModule):
     """
 
     fused_kind = Kind("block", "block", _refused, _bind, checks.run, _weights, _about)
-    recipe: Recipe
+    description: BlockDescription
 
 
 @check_arguments()
@@ -137,7 +137,7 @@ def _fuse(model: nn.Module, example: Any) -> tuple[list[Row], str]:
         rows = list(fuse_nets(model, example))
         blocks = _outside_nets(model, candidates(model))
         for block in blocks.values():
-            if isinstance(block, FusedBlock) and changed(block, block.recipe):
+            if isinstance(block, FusedBlock) and changed(block, block.description):
                 block.__class__ = block.thawed  # type: ignore[assignment]
         seen, problem = _observed(model, blocks, example) if blocks or not rows else ({}, "")
         for name, block in blocks.items():
@@ -168,13 +168,13 @@ def _fuse_block(name: str, block: nn.Module, observed: Observed | Refusal | None
     try:
         if isinstance(observed, Refusal):
             raise observed
-        recipe = derive(name, block, observed)
-        bound = Bound(block, recipe)
+        description = describe_block(name, block, observed)
+        bound = Bound(block, description)
         verify(block, bound, observed)
     except Refusal as refused:
         floats = [path for path, m in block.named_modules() if isinstance(m, nn.Linear) and not is_quantized(m.weight)]
         return f"{floats[0]} is not quantized" if floats else str(refused)
-    fuse_class_(block, FusedBlock, recipe, bound)
+    fuse_class_(block, FusedBlock, description, bound)
     return ""
 
 

@@ -17,15 +17,15 @@ from torch.utils import _pytree
 
 from ..core.tensor import AffineQuantizedTensor
 from ..core.tracing import in_memory
-from ..kernels.gate_conv_chain import NativeChain, compile_chain
-from ..planning.report import Row
+from ..kernels.native.conv_chain import NativeChain, compile_chain
+from ..planning.quantize_report import Row
+from ..support.errors import Refusal
 from . import check_block as checks
 from .block_arguments import is_observed
 from .detect_changes import Watch, module_classes, own_class, refusal
 from .fused_module import FusedModule, Kind, fuse_class_
 from .plan_conv_chains import Net, Segment, plan, quantized
 from .random_values import Random
-from .trace_block import Refusal
 from .trace_net import trace
 
 # Limit of mean |difference| / mean |output|. Codes and sums are equal to the last bit; the mean of global average
@@ -35,7 +35,7 @@ SIDES = (224, 64, 32, 299, 96, 28)  # of images to try, if no example is given
 
 
 @dataclass(frozen=True)
-class NetRecipe:
+class NetDescription:
     """What a fused net was made from: its name, the classes of its modules, and the sizes [C, H, W] of its inputs."""
 
     name: str
@@ -176,12 +176,12 @@ def trains(module: nn.Module) -> bool:
     return own_class(module) not in _SAME
 
 
-def _refused(root: nn.Module, recipe: NetRecipe, args: Any, kwargs: Any) -> str:
-    reason = unfit(args, kwargs, len(recipe.sizes)) or refusal(root, trains)
-    return reason or ("a module in it was replaced" if module_classes(root) != recipe.modules else "")
+def _refused(root: nn.Module, description: NetDescription, args: Any, kwargs: Any) -> str:
+    reason = unfit(args, kwargs, len(description.sizes)) or refusal(root, trains)
+    return reason or ("a module in it was replaced" if module_classes(root) != description.modules else "")
 
 
-def _bind(root: nn.Module, recipe: NetRecipe, args: Any, kwargs: Any) -> BoundNet:
+def _bind(root: nn.Module, description: NetDescription, args: Any, kwargs: Any) -> BoundNet:
     return BoundNet(root, tuple(t[:1] for t in args))
 
 
@@ -191,7 +191,7 @@ def _check(fused: Callable[..., Any], root: Any, args: Any, kwargs: Any) -> Any:
     y = fused(root, cls, args, kwargs)
     if type(y) is not str:
         want = cls.thawed.forward(root, *args, **kwargs)
-        checks.compare(f"{cls.recipe.name}: the output", difference(y, want), TOLERANCE, "net")
+        checks.compare(f"{cls.description.name}: the output", difference(y, want), TOLERANCE, "net")
     return y
 
 
@@ -213,7 +213,7 @@ class FusedConvNet(FusedModule):
     """
 
     fused_kind = Kind("net", "chains", _refused, _bind, _check, _weights, _about)
-    recipe: NetRecipe
+    description: NetDescription
 
 
 # -- fuse_ -------------------------------------------------------------------------------------------------------------
@@ -266,8 +266,8 @@ def _fuse_net(name: str, module: nn.Module, args: tuple[Any, ...]) -> str:
         raise Refusal(reason)
     bound = BoundNet(module, args)
     verify(module, bound, args)
-    recipe = NetRecipe(name or "the model", module_classes(module), tuple(tuple(t.shape[1:]) for t in args))
-    fuse_class_(module, FusedConvNet, recipe, bound)
+    description = NetDescription(name or "the model", module_classes(module), tuple(tuple(t.shape[1:]) for t in args))
+    fuse_class_(module, FusedConvNet, description, bound)
     return "; ".join([bound.about(), *(f"{path}: {why}" for path, why in bound.net.left.items())])
 
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _modules
 
-from ..core.arguments import show
-from ..core.errors import ArgumentTypeError
 from ..core.tensor import AffineQuantizedTensor
 from ..core.tracing import in_memory
 from ..kernels.activation import autocast_dtype
-from ..kernels.gate import PLAIN
+from ..kernels.native.arguments import PLAIN
 from ..kernels.table import Case, Together, case_of, select
+from ..support.arguments import show
+from ..support.errors import ArgumentTypeError
 from .freeze import FrozenLinear
 
 ROWS = 16  # with more rows the matrix products take most of the time

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ..core import fallback
+from ..support.errors import Refusal
 from . import check_block as checks
 from .detect_changes import own_class
-from .trace_block import Refusal
 
 
 class BoundModule(Protocol):
@@ -34,8 +34,8 @@ class Kind:
 
     name     "block" or "net", for messages
     kernel   "block" or "chains": what runs, in reports
-    refused  (module, recipe, args, kwargs) -> why it cannot be bound again, or ""
-    bind     (module, recipe, args, kwargs) -> the recipe with the module's tensors; raises Refusal
+    refused  (module, description, args, kwargs) -> why it cannot be bound again, or ""
+    bind     (module, description, args, kwargs) -> the description with the module's tensors; raises Refusal
     check    (call, module, args, kwargs) -> call(module, its class, args, kwargs), compared with the module's own
              forward; raises CheckError
     weights  module -> names of the weights that its native calls multiply
@@ -60,7 +60,7 @@ class FusedModule:
 
     fused_kind: ClassVar[Kind]
     thawed: type[nn.Module]  # the module's own class
-    recipe: Any  # what was fused, without its tensors
+    description: Any  # what was fused, without its tensors
     bound: Any = None  # a BoundModule; None: bound at the next call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ class FusedModule:
         reduced: Any = super().__reduce_ex__(protocol)
         _, _, *state = reduced
         cls = type(self)
-        return (_blank, (_base(cls), cls.thawed, cls.recipe), *state)
+        return (_blank, (_base(cls), cls.thawed, cls.description), *state)
 
 
 def call(module: Any, cls: Any, args: Any, kwargs: Any) -> Any:
@@ -102,13 +102,13 @@ def call(module: Any, cls: Any, args: Any, kwargs: Any) -> Any:
 def _bind_again(module: Any, cls: Any, args: Any, kwargs: Any) -> Any:
     """Bind a module that was copied or unpickled, or in which something was replaced. The reason (str) if that is
     impossible."""
-    if reason := cls.fused_kind.refused(module, cls.recipe, args, kwargs):
+    if reason := cls.fused_kind.refused(module, cls.description, args, kwargs):
         return reason
     was = cls.bound  # other threads may set it
     if was is not None and was.module() is not module:  # the class is shared by a shallow copy
-        module.__class__ = cls = fused_class(_base(cls), cls.thawed, cls.recipe)
+        module.__class__ = cls = fused_class(_base(cls), cls.thawed, cls.description)
     try:
-        bound = cls.fused_kind.bind(module, cls.recipe, args, kwargs)
+        bound = cls.fused_kind.bind(module, cls.description, args, kwargs)
     except Refusal as refusal:
         return str(refusal)
     cls.bound = bound
@@ -120,24 +120,26 @@ def _base(cls: Any) -> type[FusedModule]:
     return next(c for c in cls.__mro__ if "fused_kind" in c.__dict__)
 
 
-def fused_class(base: type[FusedModule], kind: type, recipe: Any) -> Any:
+def fused_class(base: type[FusedModule], kind: type, description: Any) -> Any:
     """The class of one fused module: a subclass of ``base`` and of its own class ``kind``, so that its methods and
     registrations still apply."""
     made: Any = type(
-        f"Fused{kind.__name__}", (base, kind), {"thawed": kind, "recipe": recipe, "__module__": base.__module__}
+        f"Fused{kind.__name__}",
+        (base, kind),
+        {"thawed": kind, "description": description, "__module__": base.__module__},
     )
     made.forward = base.forward  # a class hook of the library may have wrapped it
     return made
 
 
-def fuse_class_(module: nn.Module, base: type[FusedModule], recipe: Any, bound: BoundModule) -> None:
+def fuse_class_(module: nn.Module, base: type[FusedModule], description: Any, bound: BoundModule) -> None:
     """Give a module its fused class."""
-    cls = fused_class(base, own_class(module), recipe)
+    cls = fused_class(base, own_class(module), description)
     cls.bound = bound
     module.__class__ = cls
 
 
-def _blank(base: type[FusedModule], kind: type, recipe: Any) -> Any:
+def _blank(base: type[FusedModule], kind: type, description: Any) -> Any:
     """Unpickle: a fused module without its state."""
-    cls = fused_class(base, kind, recipe)
+    cls = fused_class(base, kind, description)
     return cls.__new__(cls)

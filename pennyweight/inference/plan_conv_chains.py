@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.conv_chain import AddStep, ConvChain, ConvStep, InputStep, MaxStep, MeanStep, fits
+from ..support.errors import Refusal
 from .detect_changes import own_class
-from .trace_block import Refusal
 
 INF = math.inf
 Clip = tuple[float, float]

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
+from ..support.errors import Refusal
 from .random_values import Random
-from .trace_block import Op, Refusal, Value, replay
+from .trace_block import Op, Value, replay
 
 
 def title(op: Op) -> str:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from ..kernels.block import AttentionStep, Columns, Heads, LinearStep, NormStep, RotaryStep
+from ..support.errors import Refusal
 from .identify import activation
 from .query_graph import between, height, is_move, leaves_of, title
 from .recognize_attention import Attention, find_attention, heads_of
 from .recognize_rows import Rows
-from .trace_block import Graph, Op, Refusal, Value, replay
+from .trace_block import Graph, Op, Value, replay
 
 ADDS = frozenset(("add", "__add__", "__radd__", "add_", "__iadd__"))
 MULTIPLIES = frozenset(("mul", "__mul__", "__rmul__", "mul_", "__imul__"))
@@ -57,7 +58,7 @@ class Cross:
 
 @dataclass(frozen=True)
 class Found:
-    """The result: steps as in :class:`Recipe`, and the names of arguments."""
+    """The result: steps as in :class:`BlockDescription`, and the names of arguments."""
 
     steps: tuple[Any, ...]
     widths: tuple[int, ...]

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from ..support.errors import Refusal
 from .identify import NormForm, norm_form
 from .query_graph import moves_up
 from .random_values import Random
-from .trace_block import Op, Refusal, Value, replay
+from .trace_block import Op, Value, replay
 
 
 class Rows:

@@ -15,17 +15,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..algorithms.solve import solve
-from ..core.arguments import check_arguments, check_number
-from ..core.progress import Progress, step
+from ..core.model_arguments import check_arguments
 from ..planning.config_resolution import Filter, PlanError, read_candidates, rules
 from ..planning.configs import AOBaseConfig, FqnToConfig
 from ..planning.configs.aliases import FASTEST
 from ..planning.layer_timing import COUNTS, calls_of_weight, layer_calls, least_seconds, measure_, wait_for
 from ..planning.module_handlers import HANDLERS
 from ..planning.plan import plan
-from ..planning.report import NOISE, size
+from ..planning.quantize_report import NOISE, size
 from ..planning.run_batch import run_batch
 from ..quantize.pipeline import quantize_
+from ..support.arguments import check_number
+from ..support.progress import Progress, step
 from .fuse import FusedBlock, fuse_
 from .fuse_conv_net import FusedConvNet
 from .plan_conv_chains import quantized

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ..core.data_frame import FLAG, REAL, TEXT, WHOLE, to_frame
-from ..core.html_table import html_table
 from ..planning.configs import AOBaseConfig
-from ..planning.report import NOISE, relative_speed, size
+from ..planning.quantize_report import NOISE, relative_speed, size
+from ..support.data_frame import FLAG, REAL, TEXT, WHOLE, to_frame
+from ..support.html_table import html_table
 
 if TYPE_CHECKING:
     from pandas import DataFrame

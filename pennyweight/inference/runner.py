@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..kernels.block import Call, Steps, run_reference
-from ..kernels.gate_block import compile_steps
+from ..kernels.native.block import compile_steps
 
 
 class Runner(Protocol):

@@ -20,13 +20,10 @@ from torch.overrides import TorchFunctionMode
 from ..algorithms.calibration.input_hooks import COMPOSITE
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.parameters import kind_of
+from ..support.errors import Refusal
 
 IN_PLACE = frozenset(("__iadd__", "__imul__", "__isub__", "__itruediv__", "__setitem__"))
 HALF = (torch.float16, torch.bfloat16)
-
-
-class Refusal(Exception):
-    """A block cannot be fused; the message is the reason."""
 
 
 @dataclass(eq=False)

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, fx, nn
 
+from ..support.errors import Refusal
 from .detect_changes import own_class
-from .trace_block import Refusal
 
 
 def trace(module: nn.Module) -> fx.Graph:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ..core.tensor import AffineQuantizedTensor
+from ..support.errors import Refusal
+from .block_description import BlockDescription
 from .bound_block import Bound
 from .examples import Observed
 from .random_values import Random, zeros
-from .recipe import Recipe
 from .runner import Reference
-from .trace_block import Refusal
 
 # Limits of mean |difference| / mean |y - x|, for the block's contribution y - x to its input x. Measured over the
 # families in tests/inference: float32 1e-6, bfloat16 8e-3 (the unfused block rounds between its operations), float16
@@ -27,12 +27,12 @@ SHAPES = ((2, 5), (1, 1), (3, 4))
 STATES = 7  # tokens of cross-attention
 
 
-def tolerance(recipe: Recipe, block: nn.Module) -> float:
+def tolerance(description: BlockDescription, block: nn.Module) -> float:
     """The limit of :func:`difference` for a block."""
-    weights: list[Any] = [dict(block.named_parameters()).get(product[0]) for product in recipe.products()]
+    weights: list[Any] = [dict(block.named_parameters()).get(product[0]) for product in description.products()]
     quantized = any(isinstance(w, AffineQuantizedTensor) and w.act is not None for w in weights)
     limits = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-    return max(limits[recipe.dtype], QUANTIZED_INPUTS if quantized else 0.0)
+    return max(limits[description.dtype], QUANTIZED_INPUTS if quantized else 0.0)
 
 
 def difference(y: Tensor, expected: Tensor, x: Tensor) -> float:
@@ -48,41 +48,41 @@ def verify(block: nn.Module, bound: Bound, observed: Observed) -> None:
 
     A block in half precision is first compared in float32, with the reference, where rounding hides nothing.
     """
-    if bound.recipe.dtype is not torch.float32:
-        twin, recipe = copy.deepcopy(block).float(), replace(bound.recipe, dtype=torch.float32)
-        verify(twin, Bound(twin, recipe, Reference), observed)
-    limit = tolerance(bound.recipe, block)
+    if bound.description.dtype is not torch.float32:
+        twin, description = copy.deepcopy(block).float(), replace(bound.description, dtype=torch.float32)
+        verify(twin, Bound(twin, description, Reference), observed)
+    limit = tolerance(bound.description, block)
     with torch.no_grad():
-        for case, calls in _cases(bound.recipe, observed):
+        for case, calls in _cases(bound.description, observed):
             for kwargs in calls:
-                given, expected = _twin(bound.recipe, kwargs)
+                given, expected = _twin(bound.description, kwargs)
                 y = bound.run((), given)
                 if isinstance(y, str):
                     raise Refusal(f"{case}: {y}")
                 want = type(block).forward(block, **expected)
                 y, want = (t[0] if isinstance(t, tuple) else t for t in (y, want))
-                found = difference(y, want, kwargs[bound.recipe.arguments.hidden])
+                found = difference(y, want, kwargs[bound.description.arguments.hidden])
                 if not found <= limit:  # also NaN
                     raise Refusal(f"{case}: its output differs by {found:.1e}, the limit is {limit:.0e}")
 
 
-def _twin(recipe: Recipe, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _twin(description: BlockDescription, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments for both runs: a pair of caches is split."""
-    name = recipe.arguments.cache
+    name = description.arguments.cache
     if not name or kwargs.get(name) is None:
         return kwargs, kwargs
     return {**kwargs, name: kwargs[name][0]}, {**kwargs, name: kwargs[name][1]}
 
 
-def _cases(recipe: Recipe, observed: Observed) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def _cases(description: BlockDescription, observed: Observed) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     random = Random(1)
-    a = recipe.arguments
+    a = description.arguments
     masks = ["no mask", "a bool mask", "a float mask"] if a.mask else ["no mask"]
     if a.mask and not a.selects:
         masks.remove("a bool mask")
     for batch, tokens in SHAPES:
         for mask in masks:
-            kwargs = _arguments(recipe, observed, batch, tokens, 0, mask, random)
+            kwargs = _arguments(description, observed, batch, tokens, 0, mask, random)
             yield f"batch {batch}, {tokens} tokens, {mask}", [kwargs]
     if a.cache:
         for make in _caches(bool(a.states)):
@@ -91,7 +91,7 @@ def _cases(recipe: Recipe, observed: Observed) -> Iterator[tuple[str, list[dict[
                 calls: list[dict[str, Any]] = []
                 for past, tokens in ((0, 4), (4, 1), (5, 3)):
                     length = _length(caches[0], past + tokens)
-                    kwargs = _arguments(recipe, observed, 2, tokens, length - tokens, mask, random)
+                    kwargs = _arguments(description, observed, 2, tokens, length - tokens, mask, random)
                     if a.states and calls:
                         kwargs[a.states] = calls[0][a.states]
                     calls.append({**kwargs, a.cache: caches})
@@ -126,15 +126,15 @@ def _length(cache: Any, tokens: int) -> int:
 
 
 def _arguments(
-    recipe: Recipe, observed: Observed, batch: int, tokens: int, past: int, mask: str, random: Random
+    description: BlockDescription, observed: Observed, batch: int, tokens: int, past: int, mask: str, random: Random
 ) -> dict[str, Any]:
-    a = recipe.arguments
+    a = description.arguments
     kwargs = {n: v for n, v in observed.arguments.items() if n in a.constants or n in a.unused}
-    width = recipe.widths[0]
+    width = description.widths[0]
     first = (batch, tokens) if a.batch_first else (tokens, batch)
-    kwargs[a.hidden] = random.normal((*first, width)).to(recipe.dtype)
+    kwargs[a.hidden] = random.normal((*first, width)).to(description.dtype)
     if a.padding:
-        allowed = _mask("a bool mask" if mask != "no mask" else mask, batch, tokens, past, recipe.dtype, random)
+        allowed = _mask("a bool mask" if mask != "no mask" else mask, batch, tokens, past, description.dtype, random)
         if allowed is not None:
             excluded, padded = ~allowed[0, 0], ~allowed[:, 0, 0]
             kwargs[a.mask] = excluded
@@ -143,24 +143,24 @@ def _arguments(
                 padded = zeros(padded.shape).masked_fill(padded, -torch.inf)
             kwargs[a.padding] = padded
     elif a.mask:
-        kwargs[a.mask] = _mask(mask, batch, tokens, past, recipe.dtype, random)
+        kwargs[a.mask] = _mask(mask, batch, tokens, past, description.dtype, random)
     if a.bias:
-        kwargs[a.bias] = random.normal((1, recipe.heads.query, tokens, past + tokens)).to(recipe.dtype)
+        kwargs[a.bias] = random.normal((1, description.heads.query, tokens, past + tokens)).to(description.dtype)
     if a.states:
         states = observed.arguments[a.states]
-        kwargs[a.states] = random.normal((batch, STATES, states.shape[-1])).to(recipe.dtype)
+        kwargs[a.states] = random.normal((batch, STATES, states.shape[-1])).to(description.dtype)
     if a.states_mask:
         allowed = random.uniform((batch, 1, tokens, STATES)) < 0.6
         allowed[..., 0] = True
-        least = torch.finfo(recipe.dtype).min
-        floats = zeros(allowed.shape, recipe.dtype).masked_fill(~allowed, least)
+        least = torch.finfo(description.dtype).min
+        floats = zeros(allowed.shape, description.dtype).masked_fill(~allowed, least)
         kwargs[a.states_mask] = {"no mask": None, "a bool mask": allowed}.get(mask, floats)
     if a.cache:
         kwargs[a.cache] = None
     if a.rotary:
         shape = (batch if tokens > 1 else 1, tokens, observed.arguments[a.rotary][0].shape[-1])
         pair = (random.uniform(shape) * 2 - 1 for _ in range(2))
-        kwargs[a.rotary] = tuple(t.to(recipe.dtype) for t in pair)
+        kwargs[a.rotary] = tuple(t.to(description.dtype) for t in pair)
     return kwargs
 
 

@@ -1,6 +1,6 @@
 """Attention of transformers models on a CPU, for inference.
 
-With small quantized weights, attention takes a third of the time of a token. The native kernel (gate_attention.py)
+With small quantized weights, attention takes a third of the time of a token. The native kernel (native/attention.py)
 reads keys and values once for all query heads that share them, and computes in float32. Where it is missing or cannot
 be used, query heads that share their keys are the rows of one torch call: torch multiplies one row in bfloat16 eight
 times slower than four rows, and [B, H, 1, D] and [B, H / G, G, D] are the same memory.
@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import gate_attention
 from ..kernels.cpu import library
+from ..kernels.native import attention as native_attention
 
 NAME = "pennyweight"
 
@@ -63,9 +63,9 @@ def _native(
     causal = s > 1 and mask is None and (getattr(module, "is_causal", True) if causal is None else causal)
     if causal and length > s:
         key, value = key[:, :, :s], value[:, :, :s]
-    if (causal and length < s) or gate_attention.reason(query, key, value, mask) is not True:
+    if (causal and length < s) or native_attention.reason(query, key, value, mask) is not True:
         return None
-    return gate_attention.attention(query, key, value, mask, causal=bool(causal), scale=scale)
+    return native_attention.attention(query, key, value, mask, causal=bool(causal), scale=scale)
 
 
 def use_grouped_attention(model: Any) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.arguments import check_arguments
+from ..core.model_arguments import check_arguments
 from ..core.numerics import sqnr
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.configs import AOBaseConfig
-from ..planning.report import Report, Row
+from ..planning.quantize_report import Report, Row
 from ..quantize.pipeline import quantize_
 
 

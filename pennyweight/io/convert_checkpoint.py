@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from ..core.arguments import check_arguments, did_you_mean
-from ..core.progress import Progress, step
+from ..core.model_arguments import check_arguments
 from ..core.spec import DTYPES
 from ..planning.engines import GGUF, ONNX, Refuses, check_fused, engine_of, refusal, verdict
-from ..planning.report import ALGORITHM, Report, Row
+from ..planning.quantize_report import ALGORITHM, Report, Row
 from ..planning.scheme import Scheme
+from ..support.arguments import did_you_mean
+from ..support.progress import Progress, step
 from . import output_formats
 from .activation_order import undo_activation_order
 from .atomic_write import write_bytes

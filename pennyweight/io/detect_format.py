@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.arguments import check_arguments
+from ..core.model_arguments import check_arguments
 from .checkpoint import INDEX, SINGLE, Checkpoint, open_once, retry_while_replaced
 from .codecs import CODECS
 from .config_files import METHOD, folder_of, read_config, read_side_json

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ..core.arguments import close_names, hint
+from ..support.arguments import close_names, hint
 
 
 class CheckpointError(ValueError):

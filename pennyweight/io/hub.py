@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from .. import __version__
-from ..core.arguments import check_arguments, hint, show
-from ..core.errors import ArgumentTypeError
-from ..core.extras import install
 from ..core.formats import all_formats
-from ..planning.report import Report
+from ..core.model_arguments import check_arguments
+from ..planning.quantize_report import Report
+from ..support.arguments import hint, show
+from ..support.errors import ArgumentTypeError
+from ..support.extras import install
+from ..support.version import __version__
 from .atomic_write import is_staging
 from .checkpoint import INDEX, SINGLE
 from .codecs import CODECS

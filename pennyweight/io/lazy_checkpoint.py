@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.arguments import did_you_mean
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.repack import choose_layout
 from ..kernels.table import case_of
-from ..planning.report import ALGORITHM
+from ..planning.quantize_report import ALGORITHM
+from ..support.arguments import did_you_mean
 from .checkpoint import Checkpoint
 from .codecs import CODECS, Codec, Found
 from .file import CheckpointError, checkpoint_errors

@@ -11,14 +11,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .. import __version__
 from ..core.describe_spec import describe, describe_activation
 from ..kernels.table import op_of
 from ..planning.configs import AOBaseConfig
 from ..planning.configs.serialize import config_from_data
 from ..planning.engines import ENGINES, ONNX, Refuses, verdict
-from ..planning.report import Report, Row, size
+from ..planning.quantize_report import Report, Row, size
 from ..planning.scheme import Scheme
+from ..support.version import __version__
 from .atomic_write import write_bytes
 from .config_files import CARD, MARK, METHOD, folder_of, read_config
 from .detect_format import open, quantization_of

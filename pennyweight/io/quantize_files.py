@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ..core.arguments import check_arguments
-from ..core.progress import Progress, step
+from ..core.model_arguments import check_arguments
 from ..core.spec import DTYPES
 from ..planning.config_resolution import Filter, PlanError, Skip, resolve_arguments
 from ..planning.configs import AOBaseConfig
 from ..planning.configs.aliases import algorithm_of
 from ..planning.engines import check_plan
 from ..planning.plan import Plan, PlanRow, plan
-from ..planning.report import Report
+from ..planning.quantize_report import Report
+from ..support.progress import Progress, step
 from .checkpoint import Checkpoint, open_checkpoint
 from .config_files import copy_side_files, quantization_config, read_config
 from .file import CheckpointError

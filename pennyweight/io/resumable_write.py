@@ -16,8 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .. import __version__
-from ..core.progress import Callback
+from ..support.progress import Callback
+from ..support.version import __version__
 from .atomic_write import (
     check_room,
     folder_lock,

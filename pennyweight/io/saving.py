@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from ..core.arguments import check_arguments, check_storable
-from ..core.progress import Progress, step
-from ..planning.report import ALGORITHM
+from ..core.model_arguments import check_arguments, check_storable
+from ..planning.quantize_report import ALGORITHM
+from ..support.progress import Progress, step
 from .atomic_write import (
     make_folders,
     partial_path,

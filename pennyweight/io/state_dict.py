@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..core import blocks
-from ..core.arguments import check_mapping
 from ..core.layouts import pack_zero_point
+from ..core.model_arguments import check_mapping
 from ..core.numerics import Parts
 from ..core.packing import flat_rows, pack_bits
 from ..core.spec import QuantSpec

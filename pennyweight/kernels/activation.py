@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.errors import ArgumentError
 from ..core.numerics import Parts, dequantize, fake_quantize, quantize, quantize_under
 from ..core.qparams import Params
 from ..core.spec import ActivationSpec, QuantSpec
+from ..support.errors import ArgumentError
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -1,7 +1,7 @@
 """Steps of a transformer block for inference, on numbered buffers of rows, and their plain reference.
 
-The native executor (gate_block.py, cpu/src/block.h) runs the steps of a block in one call with one parallel region. The
-reference here is the definition of every step; the native result agrees with it within float32 rounding.
+The native executor (native/block.py, cpu/src/block.h) runs the steps of a block in one call with one parallel region.
+The reference here is the definition of every step; the native result agrees with it within float32 rounding.
 
 Buffers are matrices [rows, width], rows = batch * tokens. Buffer 0 is the block's input and buffer 1 its output, both
 in the dtype of the model; the others are scratch in float32. All arithmetic between products is in float32.
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.errors import ArgumentError
+from ..support.errors import ArgumentError
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "silu"]
 # In the order of Function in cpu/src/abi.h, after IDENTITY.
@@ -172,7 +172,7 @@ class Call:
     keys, values  [batch, shared heads, capacity, size], any strides with contiguous channels, of float32, bfloat16 or
                   float16. RotaryStep writes at ``past``; AttentionStep reads the first ``length``
     coded         quantized keys and values [batch, shared heads, P, size] of the P tokens before those, as
-                  integrations/kv_cache.py holds them; ``past`` and ``length`` do not count them, the mask does
+                  inference/kv_cache.py holds them; ``past`` and ``length`` do not count them, the mask does
     kept          buffers whose contents outlive the call: index -> tensor [rows, width] float32 that is used for it.
                   With it a block can be run in two parts
     """

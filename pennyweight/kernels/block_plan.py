@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import ArgumentError
 from ..core.tensor import AffineQuantizedTensor
+from ..support.errors import ArgumentError, Refusal
 from .block import ACTIVATIONS, AttentionStep, Columns, LinearStep, Norm, NormStep, RotaryStep, Step, Steps
 from .cpu import int_linear
 from .cpu.attention import NORMS, ROTATIONS, RowNorm
@@ -33,15 +33,11 @@ from .cpu.block import (
 )
 from .cpu.block import Columns as NativeColumns
 from .cpu.library import F32, NONE, IntLinear, LinearArgs
-from .gate import FLOAT_KINDS, Operand
+from .native.arguments import FLOAT_KINDS, Operand
 from .table import case_of
 
 MOST_CHANNELS = 1024  # of a head, as in src/check.h
 _PARTS = ("zero_point", "offset", "outer_scale", "outer_offset")  # of an Operand, in the order of ``more``
-
-
-class Refused(Exception):
-    """The native library cannot run a step; the message is the reason."""
 
 
 def indices(step: Step) -> tuple[list[int], list[int]]:
@@ -160,24 +156,24 @@ def check_steps(steps: Steps) -> None:
 def _weight(w: Tensor, dtype: torch.dtype) -> tuple[IntLinear, Operand]:
     """The structure and the checked parts of a weight. Float inputs have limbs for ``dtype``."""
     if type(w) is not AffineQuantizedTensor:
-        raise Refused(f"needs a quantized weight, not {type(w).__name__} {w.dtype}")
+        raise Refusal(f"needs a quantized weight, not {type(w).__name__} {w.dtype}")
     case = case_of(w, dtype if w.act is None else torch.float32)
     if case.device != "cpu" or w.axes is not None:
-        raise Refused(f"needs a weight on the CPU that is not transposed: {case}")
+        raise Refusal(f"needs a weight on the CPU that is not transposed: {case}")
     if w._perm is not None:
-        raise Refused("needs a weight whose channels are not permuted")
+        raise Refusal("needs a weight whose channels are not permuted")
     verdict = int_linear._accepts(case)
     if verdict is not True:
-        raise Refused(str(verdict))
+        raise Refusal(str(verdict))
     if case.spec.layout != int_linear.LAYOUT.name:
-        raise Refused(f'needs a weight in layout "{int_linear.LAYOUT.name}", this one is in "{case.spec.layout}"')
+        raise Refusal(f'needs a weight in layout "{int_linear.LAYOUT.name}", this one is in "{case.spec.layout}"')
     plain = replace(case, spec=case.spec.with_(layout="plain"))
     struct = int_linear.describe(plain)
     operand = int_linear._operands(plain, struct)(w.parts)
     if operand.static is not None:
         scale, kind, _, _ = operand.static
         if kind is not torch.float32 or scale.dtype is not torch.float32 or scale.numel() != 1:
-            raise Refused("needs one static activation scale in float32")
+            raise Refusal("needs one static activation scale in float32")
     return struct, operand
 
 
@@ -185,7 +181,7 @@ def _bias_kind(p: Tensor | None, what: str) -> int:
     if p is None:
         return NONE
     if p.dtype not in FLOAT_KINDS or not p.is_contiguous():
-        raise Refused(f"needs {what} that are contiguous, in float32, bfloat16 or float16, not {p.dtype}")
+        raise Refusal(f"needs {what} that are contiguous, in float32, bfloat16 or float16, not {p.dtype}")
     return FLOAT_KINDS[p.dtype]
 
 
@@ -210,9 +206,9 @@ def _groups(step: LinearStep, dtype: torch.dtype) -> Iterator[LinearGroup]:
         static = None if operand.static is None else (id(operand.static[0]), id(operand.static[2]))
         found.setdefault((bytes(same), static), []).append(i)
     if step.gated and len(found) > 1:
-        raise Refused("needs gate and up quantized alike")
+        raise Refusal("needs gate and up quantized alike")
     if step.gated and len(weights) == 1 and weights[0][0].n % 32:
-        raise Refused(f"needs halves of whole tiles of 16 rows, the weight has {weights[0][0].n}")
+        raise Refusal(f"needs halves of whole tiles of 16 rows, the weight has {weights[0][0].n}")
     for at, rows in enumerate(found.values()):
         for i in rows:
             _bias_kind(step.layers[i].bias, "biases")
@@ -257,9 +253,9 @@ def _spans(steps: Steps) -> list[Span | None]:
 
 
 def plan(steps: Steps) -> Plan:
-    """Raises ArgumentError if the steps are inconsistent, and Refused if the native library cannot run them."""
+    """Raises ArgumentError if the steps are inconsistent, and Refusal if the native library cannot run them."""
     if steps.dtype not in FLOAT_KINDS:
-        raise Refused(f"needs float32, bfloat16 or float16, not {steps.dtype}")
+        raise Refusal(f"needs float32, bfloat16 or float16, not {steps.dtype}")
     check_steps(steps)
     native: list[LinearGroup | NormStep | RotaryStep | AttentionStep] = []
     given, written = set(), {0}
@@ -272,8 +268,8 @@ def plan(steps: Steps) -> Plan:
             for norm in (getattr(step, name, None) for name in ("norm", "q_norm", "k_norm")):
                 for p in () if norm is None else (norm.weight, norm.bias):
                     _bias_kind(p, "weights of a norm")
-        except Refused as reason:
-            raise Refused(f"step {at} ({type(step).__name__}): {reason}") from None
+        except Refusal as reason:
+            raise Refusal(f"step {at} ({type(step).__name__}): {reason}") from None
         reads, writes = indices(step)
         given |= {*reads} - written
         written |= {*writes}
@@ -284,7 +280,7 @@ def plan(steps: Steps) -> Plan:
     sizes = {(s.heads.shared, s.heads.size) for s in rotary} | {(s.heads.shared, s.heads.size) for s in cached}
     turned = [s for s in rotary if s.rotary is not None]
     if len(sizes) > 1 or len({s.rotated for s in turned}) > 1 or len({s.heads.query for s in attention}) > 1:
-        raise Refused("needs one number and size of heads, and of rotated channels, in all steps")
+        raise Refusal("needs one number and size of heads, and of rotated channels, in all steps")
     return Plan(
         steps, tuple(native), tuple(offsets), scratch, frozenset(given), next(iter((*turned, *rotary)), None),
         next(iter(attention), None), next(iter(cached), None),

@@ -10,7 +10,7 @@ Tensors are numbered; each is written by one step. A step computes
 
 Weights are int8, inputs of convolutions have one static scale. The input of a convolution is kept as codes; a tensor is
 kept as float32 only if something else reads it. :func:`formats` decides that, :func:`run_reference` computes the steps
-with torch, gate_conv_chain.py compiles them.
+with torch, native/conv_chain.py compiles them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``F.conv1d`` and ``F.conv2d`` with a quantized weight in eager mode: calls the bound kernel directly.
 
 Anything else (gradients, autocast, tracing, modes, other layouts) goes through torch's dispatcher to the handler of
-``aten.convolution`` in ops.py, which selects from the same table. Of a product whose graph torch makes itself, of any
+``aten.convolution``, which selects from the same table. Of a product whose graph torch makes itself, of any
 kind, the graph gets an alias of a frozen weight: see ``AffineQuantizedTensor.in_graph``.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..core.tensor import FUNCTIONS, AffineQuantizedTensor, implements
 from ..core.tracing import refuse_jit_trace
+from .aten_operands import dequantized, meta_result, misfit
 from .cpu import conv
 from .table import case_of, select
 
@@ -63,6 +64,25 @@ def _eager(args: Any, kwargs: Any) -> Any:
         n = x.ndim - 2
         y = bound[0](x, bound[1], bias, _each(stride, n), _each(padding, n), _each(dilation, n), groups)
         return NotImplemented if y is None else y
+
+
+@implements(torch.ops.aten.convolution.default)
+def _aten_convolution(func: Any, args: Any, kwargs: Any) -> Any:
+    if isinstance(args[1], QT):
+        refuse_jit_trace("convolution", args[1])
+    if (shapes := meta_result(func, args, kwargs)) is not NotImplemented:
+        return shapes
+    x, w, bias, *rest = args
+    transposed = rest[3]
+    if x.device != w.device or not x.is_floating_point():
+        raise misfit("convolution", x, w, "both must be floating point on one device")
+    channels = w.shape[0] if transposed else w.shape[1] * rest[5]
+    if x.shape[1] != channels:
+        raise misfit("convolution", x, w, f"the input [N, channels, ...] must have {channels} channels")
+    if not isinstance(w, QT) or isinstance(x, QT) or isinstance(bias, QT) or w.axes is not None:
+        return dequantized(func, args, kwargs)
+    op = "transposed_convolution" if transposed else "convolution"
+    return select(op, case_of(w, x.dtype)).run(x, w, bias, *rest)
 
 
 @implements(

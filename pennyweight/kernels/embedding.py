@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import blocks, fallback
-from ..core.numerics import Parts
+from ..core.numerics import Parts, unpermute_last_axis
 from ..core.ops.parts import to_sliceable
-from ..core.tensor import AffineQuantizedTensor, each_part
-from .table import Case, Kernel, register_kernel
+from ..core.tensor import AffineQuantizedTensor, each_part, implements
+from .aten_operands import dequantized, misfit
+from .table import Case, Kernel, case_of, register_kernel, reorders, select
+
+QT = AffineQuantizedTensor
 
 
 def _by_row(case: Case) -> bool | str:
@@ -31,6 +37,20 @@ def lookup(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor
     """The reference: dequantize the table, then look up."""
     fallback.count("embedding/dequantize")
     return F.embedding(index, w._dequantize(w.dtype))
+
+
+@implements(torch.ops.aten.embedding.default)
+def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
+    w, index = args[:2]
+    if isinstance(w, QT) and (index.device != w.device or index.dtype not in (torch.int32, torch.int64) or w.ndim != 2):
+        raise misfit("embedding", index, w, "indices must be int32 or int64, the table [rows, width], on one device")
+    if not isinstance(w, QT) or w.axes is not None:
+        return dequantized(func, args, kwargs)
+    case = case_of(w)
+    kernel = select("embedding", case)
+    if not reorders(kernel, case):
+        return kernel.run(index, w, None)
+    return unpermute_last_axis(kernel.run(index, w.with_(perm=None), None), w._perm)
 
 
 register_kernel(Kernel("embedding", "gather_rows", gather, _by_row, rank=10, tolerance="exact"))

@@ -1,14 +1,12 @@
 """``F.linear`` with a quantized weight: eager, under autograd, and in a traced graph.
 
 Eager mode calls the kernel bound to the weight directly. If the call must be visible (``torch.compile``, export,
-``torch.jit.trace``, ``make_fx``, fake tensors, dispatch modes), it is one op on plain tensors, see linear_op.py.
+``torch.jit.trace``, ``make_fx``, fake tensors, dispatch modes), it is one op on plain tensors, see linear_graph.py.
 ``torch.func`` transforms and forward-mode differentiation use an autograd function that implements their rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,18 +17,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core import fallback
 from ..core.call_site import in_layer
-from ..core.errors import ArgumentError
 from ..core.tensor import FUNCTIONS, AffineQuantizedTensor, foreign, implements
-from ..core.tracing import in_memory, is_observed
+from ..core.tracing import in_memory, is_observed, untraced
+from ..support.errors import ArgumentError
 from .activation import autocast_dtype
-from .gate_gpu import on_device
-from .linear_op import checked_kernel, traced_linear, unreadable, untraced, warn_dequantizes
-from .table import case_of, reorders, select
+from .bind_linear import Run, bind_kernel, unreadable
+from .linear_graph import traced_linear
+from .table import Bound as BoundKernel
+from .table import case_of, select
 
 QT = AffineQuantizedTensor
 # K, the kernel, and its operand; operand None: the kernel gets the weight (storing it here would be a reference cycle).
-Bound = tuple[int, Callable[[Tensor, Any, "Tensor | None"], "Tensor | None"], Any]
-
+Bound = tuple[int, Run, Any]
 
 # bound here: looking them up through torch costs 0.02 µs each, per layer and call
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
@@ -56,14 +54,11 @@ def run_linear(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
 def bind(w: QT, dtype: torch.dtype) -> Bound:
     """Select the kernel for this weight and input dtype, and cache it on the weight."""
     case = case_of(w, dtype)
-    kernel = select("linear", case)
-    warn_dequantizes(kernel, case)
-    if kernel.bind is None:
-        inner = w.with_(perm=None) if reorders(kernel, case) else None
-        bound: Bound = (w.shape[-1], checked_kernel(kernel, case, w.device, inner), None)
+    found = bind_kernel(select("linear", case), case, w.device, w)
+    if isinstance(found, BoundKernel):
+        bound: Bound = (w.shape[-1], found.run, found.operand(w.parts))
     else:
-        run, operand = kernel.bind(replace(case, perm=False) if case.perm else case)
-        bound = (w.shape[-1], on_device(run, w.device), operand(w.parts))
+        bound = (w.shape[-1], found, None)
     w._bound[dtype] = bound
     return bound
 
@@ -140,26 +135,30 @@ def _general(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
         return F.linear(x, w.dequantize(x.dtype), bias)
     if bias is not None and not plain:
         return _broadcast(x, _general(x, w, None), w, bias)
-    if compiling:  # the op in the graph has its own backward, but without a gradient of the weight
-        return _Linear.apply(x, w, bias) if w.requires_grad else traced_linear(x, w, bias)
-    if is_observed(x, bias):
-        transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-        if transformed and not torch._C._len_torch_dispatch_stack():
-            if w.requires_grad:
-                raise NotImplementedError(
-                    f"torch.func transforms do not support a quantized weight {tuple(w.shape)} ({w.spec}) with "
-                    "requires_grad; call requires_grad_(False) first, or train it with backward()"
-                )
-            # a copy of the wrapper: w itself may be converted, or get other parts, before backward
-            return _TransformedLinear.apply(x, _Constant(w.with_()), bias)
-        return _Linear.apply(x, w, bias) if w.requires_grad else traced_linear(x, w, bias)
-    if not in_memory(w._codes):  # traced parts or another device: use the registered op
+    observed = not compiling and is_observed(x, bias)
+    if observed and _in_transform():
+        if w.requires_grad:
+            raise NotImplementedError(
+                f"torch.func transforms do not support a quantized weight {tuple(w.shape)} ({w.spec}) with "
+                "requires_grad; call requires_grad_(False) first, or train it with backward()"
+            )
+        # a copy of the wrapper: w itself may be converted, or get other parts, before backward
+        return _TransformedLinear.apply(x, _Constant(w.with_()), bias)
+    if compiling or observed or not in_memory(w._codes):  # a graph, traced parts or another device: the registered op,
+        # which has its own backward, but without a gradient of the weight
         return _Linear.apply(x, w, bias) if w.requires_grad else traced_linear(x, w, bias)
     if x.dtype not in w._bound:
         bind(w, x.dtype)
     if torch.is_grad_enabled() and _wants_grad(x, w, bias):
         return _Linear.apply(x, w, bias)
     return run_linear(x, w, bias)
+
+
+def _in_transform() -> bool:
+    """Whether a torch.func transform or forward-mode differentiation is active, and no dispatch mode above it."""
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _broadcast(x: Tensor, y: Tensor, w: QT, bias: Tensor) -> Tensor:

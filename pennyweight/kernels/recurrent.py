@@ -27,8 +27,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from ..core import fallback
-from ..core.errors import ArgumentError
 from ..core.tensor import FUNCTIONS, AffineQuantizedTensor, implements
+from ..support.errors import ArgumentError
 from .activation import autocast_dtype
 from .linear import linear
 from .table import case_of, select

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..core import fallback
 from ..core.call_site import in_layer
-from ..core.errors import ArgumentError
 from ..core.tensor import AffineQuantizedTensor
+from ..support.errors import ArgumentError
 from .activation import quantize_activation
 from .table import Case, Kernel, register_kernel
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core import blocks
-from ..core.arguments import did_you_mean
-from ..core.errors import ArgumentError
 from ..core.spec import ActivationSpec, QuantSpec
 from ..core.tensor import AffineQuantizedTensor
+from ..support.arguments import did_you_mean
+from ..support.errors import ArgumentError
 from .target import device_type, fits, read_target, target_of
 
 
@@ -48,7 +48,7 @@ class Case:
 class Bound(NamedTuple):
     """A kernel specialized for one case, with everything static precomputed.
 
-    run      (x, operand, bias) -> y, or None if the kernel cannot read x or bias: see kernels/gate.py
+    run      (x, operand, bias) -> y, or None if the kernel cannot read x or bias: see kernels/native/linear.py
     operand  parts of a weight -> the checked operand that ``run`` takes
     """
 
@@ -81,7 +81,7 @@ class Together(NamedTuple):
 class Kernel:
     """One row of the table.
 
-    run        (x, weight, bias) -> y for op "linear"; see kernels/ops.py for the other ops
+    run        (x, weight, bias) -> y for op "linear"; see kernels/matmul.py for the other ops
     layout     layout its weight must be in; None: any
     accepts    case -> True, or the reason for rejecting it
     devices    targets: "cuda", "cuda:sm_90", "cuda:sm_89+", see :func:`pennyweight.kernels.target.fits`; None: any
@@ -243,7 +243,7 @@ class Explanation:
         return f"<Explanation: {runs} runs {self.op}: {self.case}>"
 
     def _repr_html_(self) -> str:
-        from ..core.html_table import html_table
+        from ..support.html_table import html_table
 
         rows = [[name, str(rank), verdict] for name, rank, verdict in self.rows]
         runs = next((i for i, row in enumerate(rows) if row[2] == "RUNS"), None)

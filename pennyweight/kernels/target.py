@@ -15,8 +15,9 @@ from functools import lru_cache
 
 import torch
 
-from ..core.arguments import check_device, did_you_mean, hint, show
-from ..core.errors import ArgumentError, ArgumentTypeError
+from ..core.model_arguments import check_device
+from ..support.arguments import did_you_mean, hint, show
+from ..support.errors import ArgumentError, ArgumentTypeError
 
 # What messages suggest, and what the tests of the table ask for: one per generation with other kernels
 KNOWN = (

@@ -22,7 +22,7 @@ from ..core.numerics import Parts
 from ..core.spec import ActivationSpec, QuantSpec
 from ..core.tensor import AffineQuantizedTensor
 from .activation import encode_activation
-from .gate_gpu import aligned, rows, vector
+from .gpu_arguments import aligned, rows, vector
 from .table import Case, Kernel, register_kernel
 from .target import fits
 from .torch_gpu_layouts import (

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ..core import stochastic_rounding
-from ..core.arguments import check_number, did_you_mean, hint, show
-from ..core.errors import ArgumentTypeError
 from ..core.ops.inplace import stochastic_writes
 from ..core.ops.inplace import write_ as requantize_
 from ..core.tensor import AffineQuantizedTensor
@@ -26,6 +24,8 @@ from ..distributed.dtensor import (
     wrap_like,
 )
 from ..kernels.cpu import optimizer as native
+from ..support.arguments import check_number, did_you_mean, hint, show
+from ..support.errors import ArgumentTypeError
 from .quantized_states import KEPT, LEAST, StateBlocks, StateFormat, read, state_blocks, write_, zeros
 from .update_rules import Rule
 

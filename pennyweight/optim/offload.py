@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.arguments import show
-from ..core.errors import ArgumentTypeError
+from ..support.arguments import show
+from ..support.errors import ArgumentTypeError
 
 
 class CPUOffloadOptimizer(torch.optim.Optimizer):

@@ -23,7 +23,7 @@ from ..distributed.dtensor import is_dtensor
 from ..planning.config_resolution import Filter, PlanError
 from ..planning.configs import AOBaseConfig, SpecConfig
 from ..planning.plan import Plan, PlanRow, plan
-from ..planning.report import Report
+from ..planning.quantize_report import Report
 from ..quantize.pipeline import quantize_
 
 Prox = Callable[[Tensor, float], Tensor]

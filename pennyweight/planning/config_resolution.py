@@ -10,8 +10,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import nn
 
-from ..core.arguments import ReturnedInPlaceOfModel, check_skip, close_names, did_you_mean, hint, show
-from ..core.errors import ArgumentTypeError
+from ..core.model_arguments import ReturnedInPlaceOfModel
+from ..support.arguments import check_skip, close_names, did_you_mean, hint, show
+from ..support.errors import ArgumentTypeError
 from .configs import AOBaseConfig, FqnToConfig
 from .configs.aliases import by_name, named
 from .configs.files import is_config_file, read_config

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..core import blocks
-from ..core.arguments import did_you_mean
 from ..core.describe_spec import describe, describe_activation
 from ..core.spec import ActivationSpec, QuantSpec
+from ..support.arguments import did_you_mean
 from .config_resolution import PlanError
 from .parameters import is_linear
 from .plan import PlanRow

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from ..core.arguments import CheckedFields, show
-from ..core.errors import ArgumentTypeError
+from ..core.model_arguments import CheckedFields
+from ..support.arguments import show
+from ..support.errors import ArgumentTypeError
 
 
 class MappingType(Enum):

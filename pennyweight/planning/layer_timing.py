@@ -20,7 +20,7 @@ from ..core.tensor import AffineQuantizedTensor
 from .config_resolution import PlanError
 from .parameters import kind_of
 from .plan import Plan, PlanRow
-from .report import Latency, relative_speed
+from .quantize_report import Latency, relative_speed
 from .run_batch import user_level
 
 ROWS = (1, 64)  # one token, and a short prompt or batch: a scheme may be faster at one and slower at the other

@@ -12,7 +12,7 @@ from torch import nn
 
 from .config_resolution import Filter, PlanError
 from .parameters import is_linear
-from .report import Report, Row
+from .quantize_report import Report, Row
 from .run_batch import user_level
 
 Handler = Callable[..., nn.Module]

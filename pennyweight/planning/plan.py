@@ -12,18 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from ..core import blocks
-from ..core.arguments import ReturnedInPlaceOfModel, check_arguments, did_you_mean
+from ..core.model_arguments import ReturnedInPlaceOfModel, check_arguments
 from ..core.numerics import quantize
 from ..core.tensor import AffineQuantizedTensor, check_finite
 from ..distributed.dtensor import local_tensor
 from ..kernels.repack import choose_layout
 from ..kernels.table import Case, case_of, get_kernel, select
 from ..kernels.target import check_target, read_target, target_of
+from ..support.arguments import did_you_mean
 from .config_resolution import EMBEDDINGS, Choice, Filter, Left, PlanError, Rules, Skip, resolve_arguments, rules, skips
 from .configs import AOBaseConfig, FqnToConfig
 from .module_handlers import HANDLERS, PREVIEWS, Handler, module_nbytes, run_handler, takes_parameter_name
 from .parameters import Indivisible, Place, Site, make_site, places
-from .report import LARGER, Latency, Report, Row
+from .quantize_report import LARGER, Latency, Report, Row
 from .scheme import Scheme, stored_scale
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.arguments import show
-from ..core.errors import ArgumentError
 from ..core.fallback import FallbackError
+from ..support.arguments import show
+from ..support.errors import ArgumentError
 
 
 def run_batch(model: nn.Module, batch: Any) -> Any:

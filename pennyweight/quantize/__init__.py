@@ -9,7 +9,7 @@ from ..planning.configs import AOBaseConfig, FqnToConfig
 from ..planning.layer_timing import PerformanceWarning
 from ..planning.module_handlers import register_quantize_module_handler
 from ..planning.plan import Plan, plan
-from ..planning.report import Latency, Report, Row
+from ..planning.quantize_report import Latency, Report, Row
 from ..planning.scheme import Scheme
 from .dequantize import dequantize_
 from .pipeline import quantize_

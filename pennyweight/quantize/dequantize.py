@@ -7,12 +7,12 @@ import logging
 import torch
 from torch import nn
 
-from ..core.arguments import check_arguments
 from ..core.describe_spec import shorten
+from ..core.model_arguments import check_arguments
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.module_handlers import thaw_classes_
 from ..planning.parameters import places
-from ..planning.report import ALGORITHM, Report, Row
+from ..planning.quantize_report import ALGORITHM, Report, Row
 from .save_pretrained import settle_saving_
 
 _LOG = logging.getLogger(__name__)

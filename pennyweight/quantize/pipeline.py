@@ -20,9 +20,7 @@ from ..algorithms.calibration.journal import Journal
 from ..algorithms.calibration.loop import CollectedStatistics, parse_bytes
 from ..algorithms.solve import Solved, solve, stages
 from ..algorithms.tied_weights import solve_in_model
-from ..core.arguments import ReturnedInPlaceOfModel, check_arguments, check_folder, did_you_mean
-from ..core.errors import ArgumentTypeError
-from ..core.progress import Callback, Progress, ignore, step
+from ..core.model_arguments import ReturnedInPlaceOfModel, check_arguments
 from ..core.tensor import AffineQuantizedTensor
 from ..distributed.dtensor import distribute_like, is_dtensor, is_fully_sharded
 from ..planning.config_resolution import Filter, PlanError, Skip, not_a_config, resolve_arguments
@@ -32,8 +30,11 @@ from ..planning.engines import check_plan
 from ..planning.layer_timing import measure_, row_counts, skip_slower_, warn_slower
 from ..planning.module_handlers import apply_callable, module_nbytes
 from ..planning.plan import Plan, PlanRow, check_values, plan
-from ..planning.report import ALGORITHM, Report, Row
+from ..planning.quantize_report import ALGORITHM, Report, Row
 from ..planning.scheme import Scheme
+from ..support.arguments import check_folder, did_you_mean
+from ..support.errors import ArgumentTypeError
+from ..support.progress import Callback, Progress, ignore, step
 from .rollback import ModelSnapshot
 from .save_pretrained import settle_saving_
 

@@ -3,8 +3,7 @@
 from .compare_models import assert_kl, compare
 from .comparison import Comparison, Layer, Perplexity
 from .golden_outputs import Golden, Verification, golden, verify
-from .loading import load
 
 __all__ = [
-    "Comparison", "Golden", "Layer", "Perplexity", "Verification", "assert_kl", "compare", "golden", "load", "verify",
+    "Comparison", "Golden", "Layer", "Perplexity", "Verification", "assert_kl", "compare", "golden", "verify",
 ]  # fmt: skip

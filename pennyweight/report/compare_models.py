@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.arguments import check_arguments, check_number, did_you_mean
-from ..core.progress import Progress, step
+from ..core.model_arguments import check_arguments
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.run_batch import run_batch
+from ..support.arguments import check_number, did_you_mean
+from ..support.progress import Progress, step
 from .comparison import Comparison, Layer
 from .layers import Pair, doubts, first_tensor, model_bytes, pairs, same_shape, stored_bytes, unwrapped, weight_sqnr
 from .metrics import POOLINGS, TEMPERATURE, decibels, energies, ratio

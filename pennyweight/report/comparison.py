@@ -7,10 +7,10 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..core.data_frame import ANY, FLAG, REAL, TEXT, WHOLE, to_frame
-from ..core.html_table import html_table
-from ..core.text_table import text_table
-from ..planning.report import size
+from ..planning.quantize_report import size
+from ..support.data_frame import ANY, FLAG, REAL, TEXT, WHOLE, to_frame
+from ..support.html_table import html_table
+from ..support.text_table import text_table
 from .metrics import Distribution
 
 if TYPE_CHECKING:

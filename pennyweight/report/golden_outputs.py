@@ -22,16 +22,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..core.arguments import check_arguments, check_number, did_you_mean, show
-from ..core.data_frame import FLAG, REAL, TEXT, WHOLE, to_frame
-from ..core.errors import ArgumentTypeError
-from ..core.html_table import html_table
-from ..core.progress import Progress, step
+from ..core.model_arguments import check_arguments
 from ..io.atomic_write import partial_path, rename_into_place
 from ..io.file import CheckpointError
 from ..io.safetensors_file import Entry, File, Writer, place
 from ..io.strict_json import parse
 from ..planning.run_batch import run_batch
+from ..support.arguments import check_number, did_you_mean, show
+from ..support.data_frame import FLAG, REAL, TEXT, WHOLE, to_frame
+from ..support.errors import ArgumentTypeError
+from ..support.html_table import html_table
+from ..support.progress import Progress, step
 from .layers import unwrapped
 from .metrics import Distribution, distribution, ratio
 from .outputs import batches_of, evaluating, floats, kind_of_output, logits_of, mask_of

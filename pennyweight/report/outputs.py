@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..core.arguments import show
-from ..core.errors import ArgumentTypeError
+from ..support.arguments import show
+from ..support.errors import ArgumentTypeError
 from .comparison import Perplexity
 from .metrics import (
     bootstrap,

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from importlib import import_module, resources
 from typing import Any
 
-from ..core.extras import install
 from ..planning.layer_kinds import KINDS
-from ..planning.report import Latency, size
+from ..planning.quantize_report import Latency, size
+from ..support.extras import install
 from . import svg_figures
 from .comparison import KL_OF, Layer
 from .grades import KL, LAYER, MARKS, OUTPUT, relative_error_of

@@ -18,14 +18,13 @@ from ..io import open as open_checkpoint
 from ..planning.layer_timing import ROTATED, ROWS, time_layer
 from ..planning.parameters import Site, make_site
 from ..planning.plan import PlanRow
-from ..planning.report import Latency
+from ..planning.quantize_report import Latency
 from . import svg_figures
 from .bytes_by_kind import KindBytes, model_kinds, stored_kinds
 from .compare_models import compare, compare_weights
 from .comparison import Comparison, Layer
 from .error_sources import error_sources
-from .layers import Inputs, activations, check_one_model, model_bytes, pairs, unwrapped
-from .loading import (
+from .evaluation_inputs import (
     input_batches,
     is_causal,
     kind_of_model,
@@ -35,6 +34,7 @@ from .loading import (
     read_texts,
     text_batches,
 )
+from .layers import Inputs, activations, check_one_model, model_bytes, pairs, unwrapped
 from .model_speed import ROUNDS, model_speeds, processor, timed_batches
 from .page import require_packages
 from .page_data import Page, Quantization
@@ -69,7 +69,7 @@ def gather(
 
     float_dir  the float model's folder; "": sizes and schemes only
     texts      text files to run the models on; inputs: instead, a safetensors file of the arguments of the model, see
-               :func:`pennyweight.report.loading.input_batches`; neither: weights only
+               :func:`pennyweight.report.evaluation_inputs.input_batches`; neither: weights only
     measure    time each kind of linear layer against float
     speed      time the whole models in turn, ``rounds`` times; default: if there are several and inputs to run
     trials     suggestions tried by running both models; default: 8 for one checkpoint, 1 each for several, and none
@@ -223,7 +223,7 @@ def _inputs(exact: nn.Module, batches: Any) -> list[Inputs]:
 
 
 def _versions() -> str:
-    from .. import __version__
+    from ..support.version import __version__
 
     machine = f"{platform.machine()}, {torch.get_num_threads()} threads"
     return f"Pennyweight {__version__}, torch {torch.__version__}, {machine}"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..planning.report import Latency
+from ..planning.quantize_report import Latency
 from .bytes_by_kind import KindBytes
 from .comparison import Comparison, Layer
 from .error_sources import Source

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..planning.report import Latency, size
+from ..planning.quantize_report import Latency, size
 from .bytes_by_kind import KindBytes
 from .comparison import KL_OF, Comparison, Layer
 from .grades import GRADES, LAYER, graded

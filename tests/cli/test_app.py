@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import pennyweight as pw
-from pennyweight.planning.report import nbytes_of
+from pennyweight.planning.quantize_report import nbytes_of
 
 
 def process(*arguments: Any) -> "subprocess.CompletedProcess[str]":

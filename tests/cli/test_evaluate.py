@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import pennyweight as pw
-from pennyweight.report.loading import pooling_of, text_batches
+from pennyweight.report.evaluation_inputs import pooling_of, text_batches
 from tests.cli.conftest import add_tokenizer, write_text
 
 

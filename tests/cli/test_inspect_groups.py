@@ -12,7 +12,7 @@ import pennyweight as pw
 from pennyweight.cli.inspect import contents
 from pennyweight.cli.inspect_groups import StoredEntry, groups, totals
 from pennyweight.planning.layer_kinds import KINDS, kind_of_layer
-from pennyweight.planning.report import size
+from pennyweight.planning.quantize_report import size
 from tests.io.hub_server import Hub
 
 INT4 = ("--config", "int4", "--group-size", "32")

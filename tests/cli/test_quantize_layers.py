@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import pennyweight as pw
 from pennyweight.planning.configs.files import read_config
 from pennyweight.planning.engines import fused_groups
-from pennyweight.report.loading import load_folder
+from pennyweight.report.evaluation_inputs import load_folder
 from tests.cli.conftest import snapshot
 
 OPTIONS = ("--config", "int4", "--group-size", "32", "--layer", "*.up=int8", "--layer", "head=none")

@@ -129,7 +129,9 @@ def test_inputs_of_a_model_without_text(run: Any, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     (model,) = json.loads(result.stdout)["models"]
     assert model["comparison"]["rows"] == 9
-    exact, small = (pw.report.loading.load_folder(str(tmp_path / n), str(tmp_path / "net")) for n in ("net", "small"))
+    exact, small = (
+        pw.report.evaluation_inputs.load_folder(str(tmp_path / n), str(tmp_path / "net")) for n in ("net", "small")
+    )
     images = pw.load(tmp_path / "images.safetensors")["pixel_values"][:9]
     expected = pw.compare(exact, small, [{"pixel_values": images}])
     assert model["comparison"]["kl"]["mean"] == pytest.approx(expected.kl.mean, rel=1e-4)

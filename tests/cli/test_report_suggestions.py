@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import pennyweight as pw
+from pennyweight.report.evaluation_inputs import load_folder
 from pennyweight.report.layers import model_bytes
-from pennyweight.report.loading import load_folder
 from pennyweight.report.page_assembly import gather
 from pennyweight.report.page_data import Page
 from pennyweight.report.suggestions import Change, replaced, suggest, try_change

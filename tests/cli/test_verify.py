@@ -9,8 +9,8 @@ import torch
 import pennyweight as pw
 from pennyweight.inference import CheckError
 from pennyweight.kernels.cpu import library
+from pennyweight.report.evaluation_inputs import load_folder
 from pennyweight.report.golden_outputs import golden
-from pennyweight.report.loading import load_folder
 from tests.cli.conftest import snapshot
 from tests.inference.fuse_models import conv_net
 
@@ -52,8 +52,8 @@ def test_fused_blocks(run: Any, small: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_fused_convolution_nets(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     net = conv_net()
     expected = golden(net, [torch.randn(2, 3, 12, 11)])
-    monkeypatch.setattr("pennyweight.report.loading.expected_beside", lambda path: expected)
-    monkeypatch.setattr("pennyweight.report.loading.load_folder", lambda path, like: conv_net())
+    monkeypatch.setattr("pennyweight.report.golden_files.expected_beside", lambda path: expected)
+    monkeypatch.setattr("pennyweight.report.evaluation_inputs.load_folder", lambda path, like: conv_net())
     result = run("verify", "folder", "--fused")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.endswith("; each call of 1 fused net agrees with the module's own forward\n")

@@ -1,7 +1,9 @@
 """Results that depend on the calling code are decided in one file, and only for the libraries that need it."""
 
 import copy
+import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,8 @@ from torch import nn
 
 import pennyweight as pw
 from pennyweight.core import call_site
+from pennyweight.distributed import dispatch
+from pennyweight.integrations import callers
 
 PACKAGE = Path(pw.__file__).parent
 # Others that read frames, and what for: not to decide what a tensor does
@@ -58,36 +62,50 @@ def weight() -> nn.Parameter:
     ],
 )
 def test_accelerate_cannot_offload_codes_to_disk(text: str, weight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "accelerate.utils.offload", SimpleNamespace())
+    monkeypatch.setattr(call_site, "OFFLOADS", {})
+    callers.register_accelerate()
     with pytest.raises(TypeError, match="accelerate's offload to disk"):
         run_in("accelerate.utils.offload", text)(None, weight.detach())
 
 
 def test_peft_trains_a_float_copy(weight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "peft.utils.other", SimpleNamespace())
+    monkeypatch.setattr(call_site, "TRAINING_COPIES", {})
+    callers.register_peft()
     copied = run_in("peft.utils.other", "copy.deepcopy(w)")
     assert type(copied(SimpleNamespace(modules_to_save={}), weight)) is nn.Parameter
     assert isinstance(copied(SimpleNamespace(), weight), pw.AffineQuantizedTensor)
     assert isinstance(copy.deepcopy(weight), pw.AffineQuantizedTensor)
 
 
-@pytest.mark.parametrize("library", ["accelerate.utils.offload", "peft.utils.other"])
-def test_a_library_that_is_not_loaded_is_not_looked_for(
-    library: str, weight: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(sys.modules, library, raising=False)
+def test_a_library_that_is_not_loaded_is_not_looked_for(weight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_site, "OFFLOADS", {})
+    monkeypatch.setattr(call_site, "TRAINING_COPIES", {})
     monkeypatch.setattr(call_site, "_frames", lambda: pytest.fail("read the stack"))
-    if library.startswith("peft"):
-        copy.deepcopy(weight)
-    else:
-        pw.reset_fallbacks()
-        with pytest.warns(pw.FallbackWarning):
-            weight.detach().numpy()
+    copy.deepcopy(weight)
+    pw.reset_fallbacks()
+    with pytest.warns(pw.FallbackWarning):
+        weight.detach().numpy()
+
+
+LOADED = """
+import sys
+from pennyweight.core import call_site
+import pennyweight
+assert not {"accelerate", "peft", "pennyweight.integrations.callers"} & sys.modules.keys()
+assert not call_site.OFFLOADS and not call_site.TRAINING_COPIES
+import accelerate, peft
+assert [*call_site.OFFLOADS] == ["accelerate.utils.offload"] and [*call_site.TRAINING_COPIES] == ["peft.utils.other"]
+"""
+
+
+def test_a_library_is_registered_when_it_is_imported() -> None:
+    run = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize("module", ["user", "torch.distributed.tensor.x", "torch.nn.parallel.distributed"])
 def test_caller(module: str) -> None:
-    asked = run_in(module, "w()")(None, call_site.caller)
+    asked = run_in(module, "w()")(None, partial(call_site.caller, dispatch._CALLERS))
     assert asked == (module if module.startswith("torch") else "")
 
 

@@ -136,8 +136,8 @@ def test_the_caller_decides(func: Any) -> None:
 @pytest.mark.parametrize("func", CASES, ids=lambda func: str(func).partition(" at 0x")[0])
 def test_without_a_process_group_nobody_is_asked(func: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch.distributed.checkpoint", raising=False)
-    monkeypatch.setattr(call_site, "caller", lambda: pytest.fail("read the stack"))
-    monkeypatch.setattr("pennyweight.distributed.dispatch.caller", lambda: pytest.fail("read the stack"))
+    monkeypatch.setattr(call_site, "caller", lambda *_: pytest.fail("read the stack"))
+    monkeypatch.setattr("pennyweight.distributed.dispatch.caller", lambda *_: pytest.fail("read the stack"))
     module, text, check = CASES[func]
     check(called_from(module, text), True)
 

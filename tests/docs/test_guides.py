@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from pennyweight.cli.app import app
 from pennyweight.kernels.cpu import library
+from pennyweight.support import environment
 
 from .pages import DOCS, ROOT, commands, dead, fences, links, parse, prose
 
@@ -138,12 +139,14 @@ def test_the_extras_are_those_of_the_package() -> None:
 
 
 def test_the_environment_variables_are_those_of_the_code() -> None:
-    """Those that a user sets: read by os.environ in the package, or by setup.py."""
+    """Those that a user sets: listed in support/environment.py, or read by setup.py. No other file reads one."""
     files = [*ROOT.glob("pennyweight/**/*.py"), ROOT / "setup.py"]
     pattern = r"environ(?:\.get\(|\[)\s*\"(PENNYWEIGHT_\w+)\""
-    read = {name for file in files for name in re.findall(pattern, file.read_text(encoding="utf-8"))}
+    found = {file: set(re.findall(pattern, file.read_text(encoding="utf-8"))) for file in files}
+    others = {file.relative_to(ROOT).parts[0] for file, names in found.items() if names and "compat" not in file.parts}
+    assert others == {"setup.py"}
+    read = {variable.name for variable in environment.VARIABLES}.union(*found.values())
     shown = set(re.findall(r"^\| `(PENNYWEIGHT_\w+)` \|", (DOCS / "install.md").read_text(encoding="utf-8"), re.M))
-    assert read
     assert read <= shown
     assert not {name for name in shown if not _is_in_the_code(name)}
 

@@ -27,7 +27,7 @@ OTHERS = {
     "pennyweight": ["PennyweightConfig"],
     "pennyweight.core.layouts": ["Layout", "register_layout"],
     "pennyweight.export.onnx": ["export_onnx"],
-    "pennyweight.integrations.kv_cache": ["QuantizedCache"],
+    "pennyweight.inference.kv_cache": ["QuantizedCache"],
     "pennyweight.integrations.peft": ["merge_and_report", "merged"],
     "pennyweight.integrations.vllm": ["register"],
 }

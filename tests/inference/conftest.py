@@ -8,7 +8,7 @@ from pennyweight.core.tensor import AffineQuantizedTensor
 from pennyweight.inference import bound_block
 from pennyweight.inference.runner import Reference
 from pennyweight.kernels.block import AttentionStep, Columns, Heads, Layer, LinearStep, Steps
-from pennyweight.kernels.gate_block import compile_steps
+from pennyweight.kernels.native.block import compile_steps
 from pennyweight.kernels.repack import prepare
 
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 import pennyweight as pw
-from pennyweight.core.errors import ArgumentError
+from pennyweight.support.errors import ArgumentError
 from tests.inference.function_mode import SeenFunctions
 from tests.inference.fuse_models import blocks_of, inputs, model_of
 
 transformers = pytest.importorskip("transformers")
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache  # noqa: E402
 
-from pennyweight.integrations.kv_cache import QuantizedCache  # noqa: E402
+from pennyweight.inference.kv_cache import QuantizedCache  # noqa: E402
 
 TOKENS = 5
 LIMIT = 2e-5
@@ -537,7 +537,7 @@ def test_caches_that_cross_attention_cannot_read(cache: str) -> None:
     same(call, "bart")
 
 
-# -- the gate ----------------------------------------------------------------------------------------------------------
+# -- arguments of native code ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", [lambda t: t[:1].expand(64), lambda t: t.double(), lambda t: t[:32].clone()])

@@ -16,7 +16,7 @@ from tests.inference.fuse_models import DECODERS, GENERATING, NEWEST, inputs, mo
 transformers = pytest.importorskip("transformers")
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache  # noqa: E402
 
-from pennyweight.integrations.kv_cache import QuantizedCache  # noqa: E402
+from pennyweight.inference.kv_cache import QuantizedCache  # noqa: E402
 
 NEW = 16  # beyond the windows of 8 tokens
 HOW: dict[str, dict[str, Any]] = {

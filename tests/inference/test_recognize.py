@@ -168,10 +168,10 @@ def test_no_product_is_computed_twice(family: str) -> None:
     pw.fuse_(model)
     for module in model.modules():
         if isinstance(module, FusedBlock):
-            products = module.recipe.products()
+            products = module.description.products()
             assert len(products) == len(set(products))
             inner = [m for m in module.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
-            count = len(inner) - 2 * (module.recipe.cross is not None)  # keys and values of cross-attention
+            count = len(inner) - 2 * (module.description.cross is not None)  # keys and values of cross-attention
             assert len(products) in (count, count + 1)  # in_proj of nn.MultiheadAttention has no module
 
 
@@ -182,7 +182,7 @@ def test_the_number_of_steps(family: str, linear: int, norm: int) -> None:
     model = model_of(family)
     pw.fuse_(model)
     block = next(m for m in model.modules() if isinstance(m, FusedBlock))
-    steps = block.recipe.steps
+    steps = block.description.steps
     assert sum(isinstance(s, LinearStep) for s in steps) == linear
     assert sum(isinstance(s, NormStep) for s in steps) == norm
 

@@ -17,9 +17,10 @@ from torch import Tensor, fx, nn
 
 import pennyweight as pw
 from pennyweight.inference.fuse_conv_net import FusedConvNet
-from pennyweight.inference.trace_block import Refusal, record
+from pennyweight.inference.trace_block import record
 from pennyweight.inference.trace_net import trace
 from pennyweight.kernels.cpu import library
+from pennyweight.support.errors import Refusal
 
 PACKAGE = Path(pw.__file__).parent
 

@@ -29,7 +29,7 @@ absent = [name for name in NEEDED if find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(absent), reason=f"needs {', '.join(absent)}")
 
 TRANSFORMERS = [sys.executable, "-c", "from transformers.cli.transformers import main; main()"]
-OURS = [sys.executable, "-m", "pennyweight.integrations.transformers_cli"]
+OURS = [sys.executable, "-m", "pennyweight.integrations.transformers"]
 ASKED = [{"role": "user", "content": "hello"}]
 
 

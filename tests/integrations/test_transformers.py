@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertModel, MixtralConfig, MixtralForCausalLM
 
 import pennyweight as pw
-from pennyweight.integrations import transformers_quantizer
 from pennyweight.integrations.transformers import PennyweightConfig, attach_quantizer
+from pennyweight.integrations.transformers import quantizer as quantizer_file
 from pennyweight.io.manifest import VERSION
 from tests.integrations.small import IDS, assert_same_weights, bits, float_folder, llama, quantized, tokens
 
@@ -335,13 +335,13 @@ def test_many_layers_are_loaded_in_linear_work(tmp_path: Path, monkeypatch: pyte
     calls: dict[str, int] = {}
 
     def counted(name: str) -> None:
-        function = getattr(transformers_quantizer, name)
+        function = getattr(quantizer_file, name)
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             calls[name] = calls.get(name, 0) + 1
             return function(*args, **kwargs)
 
-        monkeypatch.setattr(transformers_quantizer, name, wrapper)
+        monkeypatch.setattr(quantizer_file, name, wrapper)
 
     for name in ("open_files", "check_data", "build", "slots_of", "stored_parts"):
         counted(name)
@@ -460,7 +460,7 @@ def test_the_name_at_the_top_and_registering_twice() -> None:
     assert pw.PennyweightConfig is PennyweightConfig
     assert "PennyweightConfig" in dir(pw)
     assert "PennyweightConfig" not in pw.__all__
-    module = importlib.import_module("pennyweight.integrations.transformers")
+    module = importlib.import_module("pennyweight.integrations.transformers.adapter")
     module.register()
     assert dict(PennyweightConfig("int4", on_indivisible="skip")) == {
         "quant_method": "pennyweight", "version": 1, "config": {"type": "Int4WeightOnlyConfig"},

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertModel
 
 import pennyweight as pw
-from pennyweight.integrations.transformers import InPlaceQuantizer, attach_quantizer
+from pennyweight.integrations.transformers import attach_quantizer
+from pennyweight.integrations.transformers.saving import InPlaceQuantizer
 from pennyweight.quantize import save_pretrained
 from tests.integrations.small import IDS, llama
 from tests.integrations.writers import CONFIGS, Writer, check

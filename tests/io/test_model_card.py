@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 
 import pennyweight as pw
 from pennyweight.io.model_card import MARK, REPOSITORY, engines, is_generated, model_card, write_card
-from pennyweight.planning.report import size
+from pennyweight.planning.quantize_report import size
 from tests.integrations.small import llama
 
 BASE_CARD = """---

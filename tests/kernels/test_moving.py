@@ -22,16 +22,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import pennyweight as pw
 from pennyweight.core import device_hooks
-from pennyweight.core.errors import ArgumentError
 from pennyweight.core.layouts import READABLE, get_layout
 from pennyweight.core.ops.parts import stored_tensors
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.kernels import linear_op, repack
+from pennyweight.kernels import bind_linear, graph_weight, linear_graph, repack
+from pennyweight.kernels.bind_linear import bind_kernel
 from pennyweight.kernels.linear import bind
-from pennyweight.kernels.linear_op import checked_kernel
 from pennyweight.kernels.repack import prepare
 from pennyweight.kernels.table import Case, case_of, get_kernel, select
 from pennyweight.kernels.target import assume_target
+from pennyweight.support.errors import ArgumentError
 
 ROWS = pw.PerRow()
 CONFIGS: list[Any] = [
@@ -250,7 +250,7 @@ def test_devices_are_compared_whole() -> None:
         layout, shape, device = torch.strided, (2, 256), torch.device("cuda:1")
 
     for place in ("cuda:0", "cpu"):
-        run = checked_kernel(kernel, case, torch.device(place))
+        run = bind_kernel(kernel, case, torch.device(place))
         assert run(There(), w, None) is None  # type: ignore[arg-type]
 
 
@@ -265,34 +265,34 @@ def test_the_error_names_both_devices(fake: FakeTensorMode) -> None:
 
 def test_an_op_of_a_graph_compares_devices() -> None:
     w = model("int8")[0].weight
-    key = linear_op.graph_key(w, torch.bfloat16)
-    parts = linear_op._flatten(w)[0]
+    key = linear_graph.graph_key(w, torch.bfloat16)
+    parts = graph_weight.flatten(w)[0]
     x = torch.randn(2, 256).bfloat16()
     assert torch.ops.pennyweight.linear.default(x, parts, None, key).shape == (2, 512)
     with pytest.raises(ArgumentError, match=r"on meta.*on cpu do not fit"):
-        linear_op._linear_op(x.to("meta"), parts, None, key)
+        linear_graph._linear_op(x.to("meta"), parts, None, key)
 
 
 # -- dequantizing at each call -----------------------------------------------------------------------------------------
 
 
 def test_a_device_without_a_kernel_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_op, "_WARNED", set())
+    monkeypatch.setattr(bind_linear, "_WARNED", set())
     kernel = get_kernel("linear", "dequantize")
     case = Case(pw.core.spec.NF4_BLOCK, None, (64, 64), torch.bfloat16, "cuda:sm_90")
     with pytest.warns(UserWarning, match=r"linear: no kernel for weight \[64, 64\] nf4.* on cuda:sm_90; .*dequantized"):
-        linear_op.warn_dequantizes(kernel, case)
-    linear_op.warn_dequantizes(kernel, case)  # warnings are errors here: a second one would raise
+        bind_linear.warn_dequantizes(kernel, case)
+    bind_linear.warn_dequantizes(kernel, case)  # warnings are errors here: a second one would raise
 
 
 def test_no_warning_on_a_cpu_or_for_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_op, "_WARNED", set())
+    monkeypatch.setattr(bind_linear, "_WARNED", set())
     case = Case(pw.core.spec.NF4_BLOCK, None, (64, 64), torch.bfloat16, "cpu")
-    linear_op.warn_dequantizes(get_kernel("linear", "dequantize"), case)
-    linear_op.warn_dequantizes(get_kernel("linear", "torch_int8_cast"), case)
+    bind_linear.warn_dequantizes(get_kernel("linear", "dequantize"), case)
+    bind_linear.warn_dequantizes(get_kernel("linear", "torch_int8_cast"), case)
     w = QT.from_float(torch.randn(64, 64), pw.core.spec.NF4_BLOCK)
     bind(w, torch.float32)
-    assert set() == linear_op._WARNED
+    assert set() == bind_linear._WARNED
 
 
 def test_fuse_says_that_nothing_is_fused_on_a_gpu(fake: FakeTensorMode) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import pennyweight as pw
-from pennyweight.core.errors import ArgumentError
 from pennyweight.core.numerics import sqnr
 from pennyweight.core.tensor import AffineQuantizedTensor
 from pennyweight.kernels import recurrent, reference
 from pennyweight.kernels.cpu import library
+from pennyweight.support.errors import ArgumentError
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 INT8, INT4 = pw.Int8WeightOnlyConfig(), pw.Int4WeightOnlyConfig(group_size=32)

@@ -12,10 +12,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pennyweight as pw
-from pennyweight.core.errors import ArgumentError
 from pennyweight.kernels import target
 from pennyweight.kernels.table import kernels
 from pennyweight.kernels.target import KNOWN, assume_target, capability, fits, read_target, target_of
+from pennyweight.support.errors import ArgumentError
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pennyweight.core.errors import ArgumentError
 from pennyweight.core.formats import E2M1, E4M3, E5M2, INT4, INT7, INT8
 from pennyweight.core.layouts import get_layout
 from pennyweight.core.numerics import quantize
@@ -31,12 +30,13 @@ from pennyweight.core.spec import (
     QuantSpec,
 )
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.kernels import gate_gpu, torch_gpu
+from pennyweight.kernels import gpu_arguments, torch_gpu
 from pennyweight.kernels.activation import quantize_activation
 from pennyweight.kernels.table import Case, get_kernel
 from pennyweight.kernels.target import assume_target, fits
 from pennyweight.kernels.torch_gpu import LIMITS
 from pennyweight.kernels.torch_gpu_layouts import int4_codes, int4_words, tiled_scales, untiled_scales
+from pennyweight.support.errors import ArgumentError
 
 from . import torch_gpu_ops as ops
 
@@ -333,21 +333,21 @@ def test_rows_say_why(name: str, spec: QuantSpec, act: Any, shape: tuple[int, in
     assert words in str(said)
 
 
-# -- the gate ----------------------------------------------------------------------------------------------------------
+# -- arguments ---------------------------------------------------------------------------------------------------------
 
 CPU = torch.device("cpu")
 
 
 def test_the_gate_passes_what_a_kernel_may_read() -> None:
     t = torch.arange(64, dtype=torch.int8)
-    assert gate_gpu.aligned(t, "codes", torch.int8, (64,), CPU) is t
-    assert gate_gpu.aligned(t, "codes", (torch.uint8, torch.int8), (None,), CPU) is t
+    assert gpu_arguments.aligned(t, "codes", torch.int8, (64,), CPU) is t
+    assert gpu_arguments.aligned(t, "codes", (torch.uint8, torch.int8), (None,), CPU) is t
 
 
 @pytest.mark.parametrize("make", [lambda t: t[1:17], lambda t: t.view(4, 16)[:, :4].reshape(4, 4).t()[:, :4]])
 def test_the_gate_copies_what_is_only_badly_placed(make: Any) -> None:
     t = make(torch.arange(64, dtype=torch.int8))
-    got = gate_gpu.aligned(t, "codes", torch.int8, t.shape, CPU)
+    got = gpu_arguments.aligned(t, "codes", torch.int8, t.shape, CPU)
     assert torch.equal(got, t)
     assert got.data_ptr() % 16 == 0
     assert got.is_contiguous()
@@ -365,7 +365,7 @@ def test_the_gate_copies_what_is_only_badly_placed(make: Any) -> None:
 def test_the_gate_names_what_was_expected(tensor: Any, words: tuple[str, ...]) -> None:
     class Layer(torch.nn.Module):
         def forward(self) -> Tensor:
-            return gate_gpu.aligned(tensor, "codes", torch.int8, (4, 8), CPU)
+            return gpu_arguments.aligned(tensor, "codes", torch.int8, (4, 8), CPU)
 
     with pytest.raises(ArgumentError) as error:
         torch.nn.Sequential(torch.nn.Identity(), Layer())[1]()
@@ -375,24 +375,24 @@ def test_the_gate_names_what_was_expected(tensor: Any, words: tuple[str, ...]) -
 def test_the_gate_counts_elements_before_32_bit_offsets_overflow() -> None:
     huge = torch.empty(1, dtype=torch.int8).expand(1 << 16, 1 << 15)
     with pytest.raises(ArgumentError, match=r"fewer than 2\*\*31 elements"):
-        gate_gpu.aligned(huge, "codes", torch.int8, huge.shape, CPU)
+        gpu_arguments.aligned(huge, "codes", torch.int8, huge.shape, CPU)
 
 
 def test_inputs_and_biases() -> None:
     x = torch.randn(2, 3, 8)
-    assert gate_gpu.rows(x, 8, (F32,), CPU).shape == (6, 8)
-    assert gate_gpu.vector(None, "bias", 4, (F32,), CPU) is None
+    assert gpu_arguments.rows(x, 8, (F32,), CPU).shape == (6, 8)
+    assert gpu_arguments.vector(None, "bias", 4, (F32,), CPU) is None
     with pytest.raises(ArgumentError, match="the last axis of the input must be 16"):
-        gate_gpu.rows(x, 16, (F32,), CPU)
+        gpu_arguments.rows(x, 16, (F32,), CPU)
     with pytest.raises(ArgumentError, match="bias: expected"):
-        gate_gpu.vector(torch.randn(5), "bias", 4, (F32,), CPU)
+        gpu_arguments.vector(torch.randn(5), "bias", 4, (F32,), CPU)
 
 
 def test_the_arguments_of_linear() -> None:
     x, bias, order = torch.randn(2, 3, 8), torch.randn(4), torch.randperm(8)
 
     def given(x: Any, bias: Any = None, perm: Any = None) -> Any:
-        return gate_gpu.linear_arguments(x, bias, 4, 8, F32, CPU, perm)
+        return gpu_arguments.linear_arguments(x, bias, 4, 8, F32, CPU, perm)
 
     assert given(x, bias)[0] is x
     assert given(x, bias)[1] is bias
@@ -401,9 +401,9 @@ def test_the_arguments_of_linear() -> None:
     for placed in (strided, unaligned):
         got = given(placed)[0]
         assert torch.equal(got, placed)
-        assert gate_gpu.readable(got)
+        assert gpu_arguments.readable(got)
     got = given(x, torch.randn(5)[1:])[1]
-    assert gate_gpu.readable(got)
+    assert gpu_arguments.readable(got)
     wrong = (x.double(), x[..., :4], torch.tensor(1.0), x.to("meta"), torch._neg_view(x), x.to_sparse())
     assert [given(t) for t in wrong] == [None] * len(wrong)
     wrong = (bias[:3], bias.long(), bias.to("meta"), torch._neg_view(bias), bias[None])
@@ -428,8 +428,8 @@ def test_kernels_run_on_the_device_of_their_input(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", Guard)
     run = lambda *args: sum(args)  # noqa: E731
-    assert gate_gpu.on_device(run, CPU) is run, "no cost on a CPU"
-    assert gate_gpu.on_device(run, torch.device("cuda:0"))(1, 2) == 3
+    assert gpu_arguments.on_device(run, CPU) is run, "no cost on a CPU"
+    assert gpu_arguments.on_device(run, torch.device("cuda:0"))(1, 2) == 3
     assert seen == []
-    assert gate_gpu.on_device(run, torch.device("cuda:1"))(1, 2) == 3
+    assert gpu_arguments.on_device(run, torch.device("cuda:1"))(1, 2) == 3
     assert seen == [1, -1]

@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 
 import pennyweight as pw
 from pennyweight.cli.app import app
-from pennyweight.core.arguments import KINDS, check_number, close_names, did_you_mean, show
+from pennyweight.core.model_arguments import KINDS
 from pennyweight.core.tensor import AffineQuantizedTensor
+from pennyweight.support.arguments import check_number, close_names, did_you_mean, show
 from tests.messages import world
 from tests.messages.commands import COMMANDS, USAGE
 from tests.messages.table import TABLE, Row

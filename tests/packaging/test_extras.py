@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from site_tools import notebooks
 
-from pennyweight.core.extras import EXTRAS, install
+from pennyweight.support.extras import EXTRAS, install
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("scripts/release", "scripts/changelog_section.py", "pyproject.toml", "CITATION.cff", "pennyweight/__init__.py")
+VERSION = "pennyweight/support/version.py"
+FILES = ("scripts/release", "scripts/changelog_section.py", "pyproject.toml", "CITATION.cff", VERSION)
 ORIGIN = "https://github.com/pennyweight/pennyweight.git"
 
 

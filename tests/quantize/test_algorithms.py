@@ -14,7 +14,7 @@ import pennyweight as pw
 from pennyweight.algorithms.base import Solution, Task
 from pennyweight.algorithms.solvers.gptq import GPTAQ, GPTQ
 from pennyweight.algorithms.solvers.rtn import Nearest
-from pennyweight.planning.report import LARGER
+from pennyweight.planning.quantize_report import LARGER
 from tests.algorithms.models import bert
 from tests.algorithms.models import deep_mlp as mlp
 from tests.algorithms.models import padded_tokens as tokens

@@ -20,7 +20,7 @@ from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor
 from pennyweight.planning.module_handlers import HANDLERS
 from pennyweight.planning.parameters import Site
-from pennyweight.planning.report import size
+from pennyweight.planning.quantize_report import size
 from pennyweight.quantize import Row, Scheme
 
 INT8, INT4_32 = pw.Int8WeightOnlyConfig(), pw.Int4WeightOnlyConfig(group_size=32)

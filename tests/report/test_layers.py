@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pennyweight as pw
-from pennyweight.planning.report import Latency
+from pennyweight.planning.quantize_report import Latency
 from pennyweight.report.compare_models import compare_weights
 from pennyweight.report.heat_map import place_of
 from pennyweight.report.layers import BINS, activations

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 import pennyweight as pw
 from pennyweight.planning.layer_kinds import kind_of_layer
-from pennyweight.planning.report import Latency
+from pennyweight.planning.quantize_report import Latency
 from pennyweight.report.bytes_by_kind import KindBytes, model_kinds
 from pennyweight.report.error_sources import error_sources
 from pennyweight.report.grades import KL, LAYER, OUTPUT, relative_error_of

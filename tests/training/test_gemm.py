@@ -371,11 +371,11 @@ def test_rows_are_chosen_by_what_is_declared(monkeypatch: pytest.MonkeyPatch) ->
     assert said["float32 of values"] == "works, but a better one runs"
     gpu = gemm_table.case_of(*floats, torch.bfloat16)
     for target, verdict in (("cuda:sm_80", "runs on cuda:sm_89+ only"), ("cuda:sm_90", "RUNS"), ("mps", "only")):
-        gpu = gemm_table.Case(gpu.a, gpu.b, gpu.shape, gpu.dtype, target)
+        gpu = gemm_table.ProductCase(gpu.a, gpu.b, gpu.shape, gpu.dtype, target)
         assert verdict in dict(gemm_table.explain(gpu))["torch._scaled_mm"]
-    wide = gemm_table.Case(gpu.a, gpu.b, gpu.shape, torch.float32, "cuda:sm_90")
+    wide = gemm_table.ProductCase(gpu.a, gpu.b, gpu.shape, torch.float32, "cuda:sm_90")
     assert "gives bfloat16 results, the input is float32" in dict(gemm_table.explain(wide))["torch._scaled_mm"]
-    both = gemm_table.Case(QuantSpec(E5M2), QuantSpec(E5M2), (8, 8, 8), torch.bfloat16, "cuda:sm_90")
+    both = gemm_table.ProductCase(QuantSpec(E5M2), QuantSpec(E5M2), (8, 8, 8), torch.bfloat16, "cuda:sm_90")
     assert dict(gemm_table.explain(both))["torch._scaled_mm"] == "one side must be e4m3"
 
 

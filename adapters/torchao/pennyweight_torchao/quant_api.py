@@ -12,7 +12,7 @@ from pennyweight.core.tensor import AffineQuantizedTensor
 from pennyweight.planning import config_resolution, module_handlers
 from pennyweight.planning.configs import AOBaseConfig, FqnToConfig
 from pennyweight.planning.parameters import is_linear
-from pennyweight.planning.report import Report
+from pennyweight.planning.quantize_report import Report
 from pennyweight.quantize.pipeline import quantize_ as _quantize_
 
 from . import attributes

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import KeyEntry, MappingKey, SequenceKey, tree_flatten_with_path
 
-from ...core.arguments import check_arguments, check_number, show
-from ...core.errors import ArgumentTypeError
+from ...core.model_arguments import check_arguments
 from ...distributed import all_reduce
 from ...planning.config_resolution import PlanError
+from ...support.arguments import check_number, show
+from ...support.errors import ArgumentTypeError
 
 
 class Batches(list[Any]):

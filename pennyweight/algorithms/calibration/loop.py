@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.progress import step
 from ...distributed import all_reduce
 from ...planning.config_resolution import PlanError
-from ...planning.report import nbytes_of, size
+from ...planning.quantize_report import nbytes_of, size
 from ...planning.run_batch import run_batch, token_mask
+from ...support.progress import step
 from .activation_cache import ActivationCache, Rest, advance_block, capture_block_inputs, run_block
 from .batches import Batches, held_out
 from .block_order import CalibrationSegment, calibration_segments, inference_mode

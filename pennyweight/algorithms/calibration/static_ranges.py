@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ...core import blocks
-from ...core.arguments import check_arguments, check_number, did_you_mean, show
+from ...core.model_arguments import check_arguments
 from ...core.numerics import dequantize, quantize
-from ...core.progress import Progress, step
 from ...core.qparams import Params, choose
 from ...core.spec import ActivationSpec, QuantSpec
 from ...planning.config_resolution import Filter, PlanError
@@ -33,6 +32,8 @@ from ...planning.parameters import kind_of
 from ...planning.plan import PlanRow, plan
 from ...planning.run_batch import run_batch, token_mask, user_level
 from ...planning.scheme import Scheme
+from ...support.arguments import check_number, did_you_mean, show
+from ...support.progress import Progress, step
 from .batches import each
 from .block_order import inference_mode
 from .input_hooks import InputHooks, require_finite

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, isinf
 
-from ...core.extras import install
 from ...planning.config_resolution import PlanError
 from ...planning.configs import AOBaseConfig
-from ...planning.report import size, speed_of_float
+from ...planning.quantize_report import size, speed_of_float
+from ...support.extras import install
 from ..calibration.loop import parse_bytes
 
 Budget = str | Sequence[str]

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.arguments import check_arguments, check_number
 from ...core.formats import UINT2, UINT3, UINT4, UINT5, UINT6
 from ...core.layouts import compact_layout
-from ...core.progress import Callback, Progress, step
+from ...core.model_arguments import check_arguments
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...planning.config_resolution import Filter, PlanError, Skip, read_candidates
@@ -22,6 +21,8 @@ from ...planning.configs.aliases import FASTEST, by_name
 from ...planning.engines import FUSED, check_plan, engine_of, fused_groups
 from ...planning.plan import Plan, PlanRow, plan
 from ...planning.run_batch import run_batch
+from ...support.arguments import check_number
+from ...support.progress import Callback, Progress, step
 from .. import recipe as recipes
 from ..calibration.batches import read
 from ..calibration.block_order import inference_mode

@@ -8,12 +8,12 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ...core.data_frame import FLAG, REAL, TEXT, WHOLE, to_frame
-from ...core.html_table import html_table
 from ...planning.configs import FqnToConfig
 from ...planning.configs.files import write_config
 from ...planning.configs.serialize import config_to_data
-from ...planning.report import size, speed_of_float
+from ...planning.quantize_report import size, speed_of_float
+from ...support.data_frame import FLAG, REAL, TEXT, WHOLE, to_frame
+from ...support.html_table import html_table
 from .budget import Base, Budget, Table, allocate, check, duration, limits, merge, totals
 
 if TYPE_CHECKING:

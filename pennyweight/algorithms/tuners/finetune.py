@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from ...core import blocks
-from ...core.arguments import check_arguments, check_number
+from ...core.model_arguments import check_arguments
 from ...core.numerics import Parts, dequantize, part_value
-from ...core.progress import Progress, step
 from ...core.qparams import Params
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...planning.config_resolution import PlanError
 from ...planning.parameters import Place, places
-from ...planning.report import Report, Row
+from ...planning.quantize_report import Report, Row
+from ...support.arguments import check_number
+from ...support.progress import Progress, step
 from ..base import Tuner
 from ..calibration.batches import Batches, held_out, read
 from ..calibration.loop import HELD_OUT, CalibrationLoop, CollectedStatistics

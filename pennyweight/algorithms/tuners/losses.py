@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ...core.arguments import did_you_mean
 from ...planning.run_batch import run_batch, token_mask
+from ...support.arguments import did_you_mean
 from ..calibration.batches import held_out_indices
 from ..calibration.block_order import inference_mode
 

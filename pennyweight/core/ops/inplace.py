@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ...support.arguments import show
+from ...support.errors import ArgumentError, ArgumentTypeError
 from .. import blocks, fallback, stochastic_rounding
-from ..arguments import show
 from ..call_site import refuse_disk_offload
 from ..distributed_hooks import answer
-from ..errors import ArgumentError, ArgumentTypeError
 from ..formats import E8M0
 from ..layouts import get_layout
 from ..load_state_dict import warn_of_copy

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing as _view
 
+from ...support.errors import ArgumentError
 from .. import blocks
-from ..errors import ArgumentError
 from ..layouts import portable_layout
 from ..tensor import AffineQuantizedTensor, implements, stored_shape
 from .parts import (

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing as _view
 
+from ...support.errors import ArgumentError
 from .. import blocks, fallback
 from ..distributed_hooks import answer
-from ..errors import ArgumentError
 from ..tensor import AffineQuantizedTensor, implements, stored_shape
 from .parts import (
     axes_of,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib
 
-from ...core.import_hooks import after_import
+from ...support.import_hooks import after_import
 
 
 def register() -> None:

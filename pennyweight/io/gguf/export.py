@@ -15,11 +15,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ...core.arguments import did_you_mean
 from ...core.convert_spec import conversion_kind
 from ...core.numerics import Parts, dequantize, sqnr
 from ...core.tensor import AffineQuantizedTensor
-from ...planning.report import Report, Row
+from ...planning.quantize_report import Report, Row
+from ...support.arguments import did_you_mean
 from ..atomic_write import check_room, remove_left_over, sync_folder
 from ..checkpoint import PROGRESS_ENDING
 from ..config_files import folder_of, method_files

@@ -16,10 +16,10 @@ from torch import Tensor
 from ...algorithms.solvers import kquant_search
 from ...algorithms.solvers.kquant_search import chosen, half, weighted
 from ...core.numerics import Parts
-from ...kernels import gate_convert
 from ...kernels.cpu.library import usable
 from ...kernels.cpu.matrix_view import threads_for
-from ...kernels.gate import FLOAT_KINDS
+from ...kernels.native import convert as native_convert
+from ...kernels.native.arguments import FLOAT_KINDS
 from .blocks import TYPES
 
 _CHUNK = 1 << 17  # elements quantized at once, with some tens of temporary arrays of that size
@@ -84,7 +84,7 @@ def quantize_native(
     kind = TYPES[name]
     k = x.shape[-1] if x.ndim else 0
     if (
-        kind.id not in gate_convert.GGUF_BLOCKS or not x.numel() or k % kind.elements or not x.is_cpu
+        kind.id not in native_convert.GGUF_BLOCKS or not x.numel() or k % kind.elements or not x.is_cpu
         or x.dtype not in FLOAT_KINDS or usable() is not True
     ):  # fmt: skip
         return None
@@ -101,9 +101,9 @@ def quantize_native(
     if weights is not None and tuple(weights.shape) != (k,):
         return None
     raw = torch.empty((x.numel() // k, kind.row_bytes(x.shape)), dtype=torch.uint8, device="cpu")
-    sums = torch.empty((-(-x.numel() // gate_convert.GGUF_PIECE), 2), dtype=torch.float64, device="cpu")
+    sums = torch.empty((-(-x.numel() // native_convert.GGUF_PIECE), 2), dtype=torch.float64, device="cpu")
     count = threads_for(x.numel()) if threads is None else threads
-    fits = gate_convert.gguf_quantize(kind.id, x, weights, raw, sums, count)
+    fits = native_convert.gguf_quantize(kind.id, x, weights, raw, sums, count)
     signal, noise = sums.sum(0).tolist()
     return Blocks(raw, signal, noise) if fits and math.isfinite(signal) else None
 

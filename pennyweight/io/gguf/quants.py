@@ -11,9 +11,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ...core.extras import install
 from ...core.formats import IQ2, IQ3_S, IQ3_XXS, Format
 from ...core.numerics import Parts
+from ...support.extras import install
 
 _NIBBLES = (0, 4)
 _EIGHT = tuple(range(8))

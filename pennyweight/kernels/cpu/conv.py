@@ -8,7 +8,6 @@ stride, padding, dilation and number of groups.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,16 +18,16 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.errors import ArgumentError
 from ...core.formats import INT3, INT4, INT7, INT8, UINT4, UINT7, UINT8
 from ...core.layouts import Layout, register_layout
 from ...core.numerics import Parts
 from ...core.spec import INT8_ROW, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
-from ...core.tensor import static_json
 from ...core.tracing import in_memory
-from .. import gate, gate_conv
-from ..linear_op import LIBRARY, _flatten, _nest
+from ...support.errors import ArgumentError
+from ..graph_weight import LIBRARY, flatten, key_of, nest, parse_key
+from ..native import arguments
+from ..native import conv as native_conv
 from ..table import Case, Kernel, case_of, register_kernel
 from ..target import target_of
 from .int_linear import describe as describe_linear
@@ -208,19 +207,19 @@ def describe(case: Case) -> Conv:
 class Bound(NamedTuple):
     """A convolution specialized for one case."""
 
-    run: gate_conv.ConvolutionProduct
-    operand: Callable[[Any], gate.Operand]
+    run: native_conv.ConvolutionProduct
+    operand: Callable[[Any], arguments.Operand]
 
 
 @lru_cache(maxsize=4096)
 def bind(case: Case) -> Bound:
     """The kernel specialized for one case: a call, and parts of a weight -> its checked operand."""
     struct = describe(replace(case, spec=case.spec.with_(layout="plain")))
-    check = gate.operands(f"convolution {list(case.shape)} {case.spec}", gate_conv.conv_parts(struct), 0)
+    check = arguments.operands(f"convolution {list(case.shape)} {case.spec}", native_conv.conv_parts(struct), 0)
     act = case.act
     shift = 128 if act is not None and act.spec.format is UINT8 else 0
 
-    def operand(w: Any) -> gate.Operand:
+    def operand(w: Any) -> arguments.Operand:
         static = None
         if act is not None and act.mode == "static":
             if w.act_scale is None:
@@ -230,7 +229,7 @@ def bind(case: Case) -> Bound:
             static = (w.act_scale, act.spec.scale, w.act_zero_point, shift)
         return check((w.codes, w.scale, w.zero_point), None, static)
 
-    return Bound(gate_conv.convolution(struct, case.dtype), operand)
+    return Bound(native_conv.convolution(struct, case.dtype), operand)
 
 
 def _call(x: Tensor, w: Any, case: Case, bias: Tensor | None, rest: Sequence[Any]) -> Tensor:
@@ -257,10 +256,9 @@ def run(x: Tensor, w: QT, bias: Tensor | None, *rest: Any) -> Tensor:
     """aten.convolution of quantize(x) with w in layout "cpu_conv"; ``rest`` are its arguments after the bias."""
     case = case_of(w, x.dtype)
     if torch.compiler.is_compiling() or not in_memory(w._codes) or not in_memory(x):
-        key = json.dumps({"tree": _flatten(w)[1], "weight": json.loads(static_json(w))})
         stride, padding, dilation, _, _, groups = rest
         return torch.ops.pennyweight.convolution.default(
-            x, _flatten(w)[0], bias, stride, padding, dilation, groups, key
+            x, flatten(w)[0], bias, stride, padding, dilation, groups, key_of(w)
         )
     return _call(x, w.parts, case, bias, rest)
 
@@ -268,34 +266,26 @@ def run(x: Tensor, w: QT, bias: Tensor | None, *rest: Any) -> Tensor:
 # -- the op used in graphs -------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=4096)
-def _parse_key(key: str) -> tuple[Any, ...]:
-    data = json.loads(key)
-    w = data["weight"]
-    act = None if w["act"] is None else ActivationSpec.from_dict(w["act"])
-    return data["tree"], QuantSpec.from_dict(w["spec"]), act, tuple(w["shape"])
-
-
 def _op(
     x: Tensor, parts: list[Tensor], bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int],
     groups: int, key: str,
 ) -> Tensor:  # fmt: skip
-    tree, spec, act, shape = _parse_key(key)
-    case = Case(spec, act, shape, x.dtype, target_of(x.device))
+    static = parse_key(key)
+    case = Case(static.spec, static.act, static.shape, x.dtype, target_of(x.device))
     rest = (stride, padding, dilation, False, [0] * len(stride), groups)
-    return _call(x, _nest(tree, list(parts)), case, bias, rest)
+    return _call(x, nest(static.tree, list(parts)), case, bias, rest)
 
 
 def _fake(
     x: Tensor, parts: list[Tensor], bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int],
     groups: int, key: str,
 ) -> Tensor:  # fmt: skip
-    o, _, *kernel = _parse_key(key)[3]
+    o, _, *kernel = parse_key(key).shape
     stride, padding, dilation = (v if len(v) > 1 else [*v] * len(kernel) for v in (stride, padding, dilation))
-    out = gate_conv.convolution_sizes(x.shape[2:], kernel, stride, padding, dilation)
+    out = native_conv.convolution_sizes(x.shape[2:], kernel, stride, padding, dilation)
     if x.ndim == 3:
         return x.new_empty((x.shape[0], o, *out))
-    return x.new_empty((x.shape[0], o, *out)).contiguous(memory_format=gate_conv.output_format(x))
+    return x.new_empty((x.shape[0], o, *out)).contiguous(memory_format=native_conv.output_format(x))
 
 
 LIBRARY.define(

@@ -28,9 +28,9 @@ from ...core.numerics import Parts
 from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
 from ...core.tracing import in_memory
-from .. import gate_conv
 from ..linear import run_linear
-from ..linear_op import traced_linear
+from ..linear_graph import traced_linear
+from ..native import conv as native_conv
 from ..reference import convolution as dequantized
 from ..table import Case, Kernel, get_kernel, register_kernel
 from . import int_linear
@@ -176,7 +176,7 @@ def run(
     here = in_memory(w._codes) and in_memory(rows) if not torch.compiler.is_compiling() else False
     run_product = run_linear if here else traced_linear
     taps, o = w.shape[2:], w.shape[1]
-    form = gate_conv.output_format(x) if n == 2 else torch.contiguous_format
+    form = native_conv.output_format(x) if n == 2 else torch.contiguous_format
     apart = [*taps] == stride and [*out] == [p * s for p, s in zip(x.shape[2:], stride, strict=True)]
     if apart and max(dilation) == 1 and not any(padding):  # no place gets two products
         columns = run_product(rows, matrix, None if bias is None else bias.repeat(math.prod(taps)))

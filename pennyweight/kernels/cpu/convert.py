@@ -22,8 +22,8 @@ from ...core.qparams import Params, choose, default_rule, scale_floor
 from ...core.quantize_backends import CONVERSIONS, QuantizeBackend, QuantizeResult
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from .. import gate_convert
-from ..gate_convert import GIVEN
+from ..native import convert as native_convert
+from ..native.convert import GIVEN
 from .int_linear import fits, map_groups, tile_rows
 from .library import BITS, E8M0, KINDS, TILES, usable
 from .matrix_view import FLOATS, Affine, affine, part_kind, threads_for
@@ -64,7 +64,7 @@ def floats_of(parts: Any, spec: QuantSpec, a: Affine, index: Tensor | None, out:
     scale, offset = _number_part(parts.scale, spec.scale), _number_part(parts.offset, spec.offset)
     if spec.format.rounding is not None and isinstance(parts.scale, AffineQuantizedTensor):
         scale = scale_value(parts.scale.plain_parts(), spec, parts.scale.shape, torch.float32).contiguous()
-    gate_convert.dequantize(a, (codes, scale, zero, offset), index, out, threads_for(out.numel()))
+    native_convert.dequantize(a, (codes, scale, zero, offset), index, out, threads_for(out.numel()))
     return out
 
 
@@ -130,7 +130,7 @@ def quantize(x: Tensor, spec: QuantSpec, rule: str | None, eps: float | None) ->
     codes = torch.empty(_codes_shape(spec, shape, a), dtype=_code_dtype(spec), device="cpu")
     sums = torch.empty(2 + 2 * a.n, dtype=torch.float64, device="cpu")
     qparams = parts if given is None else given
-    gate_convert.quantize(q, flat, (codes, qparams.scale, qparams.zero_point, qparams.offset), sums, threads)
+    native_convert.quantize(q, flat, (codes, qparams.scale, qparams.zero_point, qparams.offset), sums, threads)
     if spec.layout == "bits":
         parts = parts._replace(zero_point=pack_zero_point(parts.zero_point, spec))
     return QuantizeResult(parts._replace(codes=codes), float(sums[0]), float(sums[1]))
@@ -165,7 +165,7 @@ def _chosen(
 ) -> tuple[Params, Parts]:
     """(dequantized parameters, parts without codes), chosen from the ranges of the blocks of x."""
     ends = torch.empty((a.n, a.groups, 2), dtype=x.dtype, device="cpu")
-    gate_convert.ranges(a, x, ends, threads)
+    native_convert.ranges(a, x, ends, threads)
     if a.row_block > 1:
         ends = ends.unflatten(0, (-1, a.row_block))
         ends = torch.stack([ends[..., 0].amin(1), ends[..., 1].amax(1)], -1)
@@ -190,7 +190,7 @@ def finite(x: Tensor) -> Any:
         or not (x.is_contiguous() or (x.ndim >= 2 and x.mT.is_contiguous()))
     ):
         return NotImplemented
-    return gate_convert.finite(x, threads_for(x.numel()))
+    return native_convert.finite(x, threads_for(x.numel()))
 
 
 CONVERSIONS["cpu"] = QuantizeBackend(dequantize, quantize, finite)

@@ -6,23 +6,21 @@ tables that are also the weight of a linear layer.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.errors import ArgumentError
 from ...core.layouts import READABLE
 from ...core.numerics import Parts, dequantize, scale_value
-from ...core.spec import DTYPES, QuantSpec
-from ...core.tensor import AffineQuantizedTensor, static_json
+from ...core.spec import QuantSpec
+from ...core.tensor import AffineQuantizedTensor
 from ...core.tracing import in_memory
+from ...support.errors import ArgumentError
 from .. import embedding
-from ..linear_op import LIBRARY, _flatten, _nest
+from ..graph_weight import LIBRARY, flatten, key_of, nest, parse_key
 from ..table import Case, Kernel, register_kernel
 from . import float_linear, int_linear
 from .convert import floats_of
@@ -122,28 +120,20 @@ def lookup(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor
             return rows(index, w.parts, w.spec, tuple(w.shape), w.dtype)
         if type(w._codes) is Tensor and w.spec.layout in READABLE:
             return (embedding.gather if _native_spec(w.spec) is w.spec else embedding.lookup)(index, w)
-    key = json.dumps({"tree": _flatten(w)[1], "weight": json.loads(static_json(w))})
-    return torch.ops.pennyweight.embedding.default(index, _flatten(w)[0], key)
+    return torch.ops.pennyweight.embedding.default(index, flatten(w)[0], key_of(w))
 
 
 # -- the op used in graphs -------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=4096)
-def _parse_key(key: str) -> tuple[Any, ...]:
-    data = json.loads(key)
-    w = data["weight"]
-    return data["tree"], QuantSpec.from_dict(w["spec"]), tuple(w["shape"]), DTYPES[w["dtype"]]
-
-
 def _op(index: Tensor, parts: list[Tensor], key: str) -> Tensor:
-    tree, spec, shape, dtype = _parse_key(key)
-    return rows(index, _nest(tree, list(parts)), spec, shape, dtype)
+    static = parse_key(key)
+    return rows(index, nest(static.tree, list(parts)), static.spec, static.shape, static.dtype)
 
 
 def _fake(index: Tensor, parts: list[Tensor], key: str) -> Tensor:
-    _, _, shape, dtype = _parse_key(key)
-    return parts[0].new_empty((*index.shape, shape[1]), dtype=dtype)
+    static = parse_key(key)
+    return parts[0].new_empty((*index.shape, static.shape[1]), dtype=static.dtype)
 
 
 LIBRARY.define("embedding(Tensor index, Tensor[] parts, str key) -> Tensor")

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.errors import ArgumentError
 from ...core.layouts import Layout, register_layout
 from ...core.numerics import Parts
 from ...core.spec import SPECS, QuantSpec
 from ...core.tensor import ATEN, SLOTS, AffineQuantizedTensor, implements
+from ...support.errors import ArgumentError
 from ..table import Case, Kernel, case_of, register_kernel
 from . import float_linear, int_linear
 

@@ -22,7 +22,8 @@ from ...core.numerics import Parts
 from ...core.spec import NF4_DOUBLE, SPECS, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...core.tracing import plain_tensors
-from .. import gate
+from ..native import arguments
+from ..native import linear as native_linear
 from ..table import Bound, Case, Kernel, case_of, register_kernel
 from . import library
 from .int_linear import coded_fits, is_coded_scale, padded_columns, tile_rows, untile_rows
@@ -280,9 +281,9 @@ def describe(case: Case) -> FloatLinear:
     group, kind = _group(spec, case.shape), spec.scale
     w = FloatLinear(
         n=n, k=k, kp=_columns(spec, case.shape), bits=spec.format.bits, group=group, block=SUM_BLOCK,
-        values=gate.address(values, "numbers of the codes", (torch.float32,), 256), exponent=exponent,
-        low=gate.address(halves[0], "low bytes of the numbers", (torch.uint8,), 256),
-        high=gate.address(halves[1], "high bytes of the numbers", (torch.uint8,), 256),
+        values=arguments.address(values, "numbers of the codes", (torch.float32,), 256), exponent=exponent,
+        low=arguments.address(halves[0], "low bytes of the numbers", (torch.uint8,), 256),
+        high=arguments.address(halves[1], "high bytes of the numbers", (torch.uint8,), 256),
         mantissa=mantissa, limit=spec.format.hi, row_block=_row_block(spec, case.shape), x=KINDS[case.dtype],
         decode=TABLE16 if spec.format.bits <= 4 else SMALL_FLOAT if exponent else INTEGER if integer else TABLE256,
         scale=_number_kind(kind), offset=_number_kind(spec.offset),
@@ -311,11 +312,11 @@ def bind(case: Case) -> Bound:
     """The kernel specialized for one case; see :class:`pennyweight.kernels.table.Bound`."""
     struct, kind = describe(case), case.spec.scale
     outer_offset = isinstance(kind, QuantSpec) and kind.offset is not None
-    expected, outer = gate.float_parts(struct, outer_offset), struct.outer != 0
+    expected, outer = native_linear.float_parts(struct, outer_offset), struct.outer != 0
     nested, coded_offset = isinstance(kind, QuantSpec), isinstance(case.spec.offset, QuantSpec)
-    check = gate.operands(f"linear {list(case.shape)} {case.spec}", expected, struct.k)
+    check = arguments.operands(f"linear {list(case.shape)} {case.spec}", expected, struct.k)
 
-    def operand(w: Any) -> gate.Operand:
+    def operand(w: Any) -> arguments.Operand:
         scale, offset = w.scale, w.offset
         above: Any = scale.scale if outer else None
         if above is not None and above.dtype is torch.float64:  # a single number, read as float32
@@ -326,7 +327,7 @@ def bind(case: Case) -> Bound:
         )  # fmt: skip
         return check(parts, w.perm)
 
-    return Bound(gate.product(struct, case.dtype, numbers(case.spec.format, case.spec.mid)), operand)
+    return Bound(native_linear.product(struct, case.dtype, numbers(case.spec.format, case.spec.mid)), operand)
 
 
 def run(x: Tensor, w: Any, bias: Tensor | None) -> Tensor:

@@ -22,7 +22,8 @@ from ...core.layouts import Layout, register_layout, unpack_zero_point
 from ...core.numerics import Parts
 from ...core.spec import SPECS, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
-from .. import gate
+from ..native import arguments
+from ..native import linear as native_linear
 from ..table import Bound, Case, Kernel, Together, case_of, register_kernel
 from .library import ASYMMETRIC, FLOAT, KINDS, NONE, STATIC, SYMMETRIC, IntLinear, usable
 from .library import E8M0 as E8M0_KIND
@@ -270,18 +271,18 @@ def describe(case: Case) -> IntLinear:
 def bind(case: Case) -> Bound:
     """The kernel specialized for one case; see :class:`pennyweight.kernels.table.Bound`."""
     struct = describe(replace(case, spec=case.spec.with_(layout="plain")))
-    return Bound(gate.product(struct, case.dtype), _operands(case, struct))
+    return Bound(native_linear.product(struct, case.dtype), _operands(case, struct))
 
 
-def _operands(case: Case, struct: IntLinear) -> Callable[[Any], gate.Operand]:
+def _operands(case: Case, struct: IntLinear) -> Callable[[Any], arguments.Operand]:
     """Parts of a weight of this case -> operand of the native product."""
-    act, expected = case.act, gate.int_parts(struct)
+    act, expected = case.act, native_linear.int_parts(struct)
     nested, under = isinstance(case.spec.scale, QuantSpec), struct.outer > 0
     inner = under and case.spec.offset is not None
     zero_shift = 128 if act is not None and act.spec.format is UINT8 else 0
-    check = gate.operands(f"linear {list(case.shape)} {case.spec}", expected, struct.k)
+    check = arguments.operands(f"linear {list(case.shape)} {case.spec}", expected, struct.k)
 
-    def operand(w: Any) -> gate.Operand:
+    def operand(w: Any) -> arguments.Operand:
         scale, offset = w.scale, w.offset
         parts = (
             w.codes, scale.codes if nested else scale, w.zero_point, offset.codes if inner else offset,
@@ -312,7 +313,7 @@ def together(cases: tuple[Case, ...]) -> Together | None:
         return None
     weights = (IntLinear * len(cases))(*(describe(replace(c, spec=c.spec.with_(layout="plain"))) for c in cases))
     operands = [_operands(case, struct) for case, struct in zip(cases, weights, strict=True)]
-    return Together(gate.products(weights, first.dtype), operands)
+    return Together(native_linear.products(weights, first.dtype), operands)
 
 
 # The integer sums of products are exact; scales are applied and blocks are added in float32. Float inputs are rounded

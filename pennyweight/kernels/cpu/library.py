@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import sys
 import warnings
 from ctypes import c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import torch  # before the library: it brings the OpenMP runtime
 
+from ...support import environment
 from .self_test import verdict
 
 _LOG = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ def load() -> ctypes.CDLL | str:
         return off
     if not LIBRARY.exists():
         return "not built: no C++ compiler when the package was installed"
-    if sys.platform in SELF_TESTED and os.environ.get("PENNYWEIGHT_NATIVE") != "1" and (failed := verdict(LIBRARY)):
+    if sys.platform in SELF_TESTED and environment.NATIVE.read() != "1" and (failed := verdict(LIBRARY)):
         return f"built, but it fails its self-test: {failed}"
     try:
         if sys.platform == "darwin":  # the OpenMP symbols are looked up in libraries that are loaded globally
@@ -196,7 +196,7 @@ def load() -> ctypes.CDLL | str:
         fn.restype, fn.argtypes = result, arguments
     if lib.pw_abi() != ABI:
         return "built from other sources: rebuild it (python setup.py build_ext --inplace)"
-    wanted = os.environ.get("PENNYWEIGHT_CPU_ISA", "")
+    wanted = environment.CPU_ISA.read()
     if lib.pw_isa_use(wanted.encode()) < 0:
         names = ", ".join(_isas(lib))
         raise RuntimeError(f"PENNYWEIGHT_CPU_ISA={wanted!r} is not available; this machine has: {names}")
@@ -207,7 +207,7 @@ def load() -> ctypes.CDLL | str:
 
 def switched_off() -> str | None:
     """Why nobody expects the library here, or None."""
-    if os.environ.get("PENNYWEIGHT_NATIVE") == "0":
+    if environment.NATIVE.read() == "0":
         return "switched off by PENNYWEIGHT_NATIVE=0"
     if OFF.exists():
         return "not built: PENNYWEIGHT_NATIVE=0 when the package was installed"

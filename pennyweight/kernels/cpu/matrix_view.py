@@ -18,7 +18,7 @@ from ...core import blocks
 from ...core.formats import E2M3, E3M2, E4M3, E5M2, E8M0, Format
 from ...core.spec import QuantSpec
 from ...core.tracing import plain_tensors
-from .. import gate
+from ..native import arguments
 from .library import BITS, KINDS, NONE, PLAIN, TILES
 from .library import E8M0 as E8M0_KIND
 
@@ -90,7 +90,7 @@ def _table(f: Format) -> tuple[Tensor, int]:
         numbers = torch.full((256,), math.nan, dtype=torch.float32, device="cpu")
         count = len(f.values) or 1 << f.bits
         numbers[:count] = f.decode(torch.arange(count, dtype=torch.int64, device="cpu").to(torch.uint8), torch.float32)
-        return numbers, gate.address(numbers, "table of numbers", (torch.float32,), 256)
+        return numbers, arguments.address(numbers, "table of numbers", (torch.float32,), 256)
 
 
 def part_kind(kind: Any) -> int:

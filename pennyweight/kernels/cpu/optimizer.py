@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.errors import ArgumentError
 from ...core.formats import E4M3, UFLOAT4, UFLOAT8, Format, decision_levels
 from ...core.packing import stream_shape
 from ...core.tensor import AffineQuantizedTensor
 from ...core.tracing import in_memory, plain_tensors
-from .. import gate, gate_convert
+from ...support.errors import ArgumentError
+from ..native import arguments
+from ..native import convert as native_convert
 from .library import KINDS, usable
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -114,8 +115,8 @@ def code_table(f: Format) -> tuple[CodeTable, tuple[Tensor, Tensor]]:
         cells = torch.tensor([e for half in halves for e in half or ()], dtype=torch.int64, device=cpu).to(torch.int32)
         negative = last + 1 if ends[1] else 0
         at = (
-            gate.address(cells, "cells of a table", (torch.int32,), 1),
-            gate.address(numbers, "numbers", (float32,), 256),
+            arguments.address(cells, "cells of a table", (torch.int32,), 1),
+            arguments.address(numbers, "numbers", (float32,), 256),
         )
         table = CodeTable(*at, shift, first, last, negative, int(f is E4M3))
         return table, (cells, numbers)
@@ -169,13 +170,13 @@ def job(
     ignored if all states are floats."""
     if not any(isinstance(s, AffineQuantizedTensor) for s in states):
         geometry = (max(1, p.numel()), _CHUNK, 1, _CHUNK)
-    at = gate.address(p, "optimizer step: parameter", FLOATS, p.numel(), exact=True)
+    at = arguments.address(p, "optimizer step: parameter", FLOATS, p.numel(), exact=True)
     j = Job(at, None, p.numel(), *geometry, KINDS[p.dtype], 0, rule, 0, len(states))
     j.key[:], j.kept = key, []
     for slot, state, (stochastic, power) in zip(j.state, states, kept, strict=False):
         if not isinstance(state, AffineQuantizedTensor):
             what = "optimizer step: float state"
-            slot.codes, slot.kind = gate.address(state, what, (torch.float32,), p.numel(), exact=True), _FLOAT
+            slot.codes, slot.kind = arguments.address(state, what, (torch.float32,), p.numel(), exact=True), _FLOAT
             continue
         f, scale, what = state.spec.format, state._scale, f"optimizer step: state {list(state.shape)} {state.spec}"
         if state.shape != p.shape or scale is None:
@@ -184,8 +185,8 @@ def job(
         if state.spec.layout == "bits":
             stored, dtype = stream_shape(stored, f.bits), torch.uint8
         scales = math.prod(blocks.counts(state.spec.block, tuple(state.shape)))
-        slot.codes = gate.address(state._codes, f"{what}: codes", (dtype,), math.prod(stored), exact=True)
-        slot.scale = gate.address(scale, f"{what}: scale", (torch.float32,), scales, exact=True)
+        slot.codes = arguments.address(state._codes, f"{what}: codes", (dtype,), math.prod(stored), exact=True)
+        slot.scale = arguments.address(scale, f"{what}: scale", (torch.float32,), scales, exact=True)
         slot.bits = f.bits
         slot.hi, slot.stochastic, slot.power = max(f.hi, -f.lo), int(stochastic), int(power)
         if f in UFLOATS:
@@ -199,7 +200,7 @@ def job(
 
 def set_step(j: Job, g: Tensor, flags: int, turn: int, c: Sequence[float]) -> None:
     """Set the fields that change per step: gradient (contiguous), flags, step mask of the random bits, coefficients."""
-    j.g = gate.address(g, "optimizer step: gradient", FLOATS, j.count, exact=True)
+    j.g = arguments.address(g, "optimizer step: gradient", FLOATS, j.count, exact=True)
     j.g_kind, j.flags = KINDS[g.dtype], flags
     j.turn = turn
     j.c[: len(c)] = c
@@ -210,4 +211,4 @@ def run(jobs: Sequence[Any]) -> None:
     every = (Job * len(jobs))(*jobs)
     elements = sum(j.count for j in jobs)
     threads = max(1, min(torch.get_num_threads(), elements >> 15))
-    gate_convert.optimizer_steps(every, len(jobs), threads)
+    native_convert.optimizer_steps(every, len(jobs), threads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import gate_convert
+from ..native import convert as native_convert
 
 TILE, STEP = 16, 32  # rows and columns of a tile; see src/pack.h
 
@@ -37,7 +37,7 @@ def _pack_fake(codes: Tensor, columns: int, bits: int, flip: int) -> Tensor:
 
 def _pack(codes: Tensor, columns: int, bits: int, flip: int) -> Tensor:
     codes, out = codes.contiguous(), _pack_fake(codes, columns, bits, flip)
-    gate_convert.pack_codes(codes, columns, bits, flip, out)
+    native_convert.pack_codes(codes, columns, bits, flip, out)
     return out
 
 
@@ -47,7 +47,7 @@ def _pack_stream_fake(stream: Tensor, width: int, columns: int, bits: int, pad: 
 
 def _pack_stream(stream: Tensor, width: int, columns: int, bits: int, pad: int) -> Tensor:
     stream, out = stream.contiguous(), _pack_fake(stream, columns, bits, pad)
-    gate_convert.pack_stream(stream, width, columns, bits, pad, out)
+    native_convert.pack_stream(stream, width, columns, bits, pad, out)
     return out
 
 
@@ -57,7 +57,7 @@ def _unpack_fake(packed: Tensor, rows: int, width: int, columns: int, bits: int,
 
 def _unpack(packed: Tensor, rows: int, width: int, columns: int, bits: int, flip: int) -> Tensor:
     packed, out = packed.contiguous(), packed.new_empty((rows, width))
-    gate_convert.unpack_codes(packed, columns, bits, flip, out)
+    native_convert.unpack_codes(packed, columns, bits, flip, out)
     return out
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from ...core.cache_folder import cache_folder
+from ...support import environment
+from ...support.cache_folder import cache_folder
 
 TIMEOUT = 300  # seconds; it takes about ten
 
@@ -43,7 +44,7 @@ def verdict(library: Path) -> str | None:
 
 def _run() -> str | None:
     command = [sys.executable, "-m", "pennyweight", "doctor", "--json"]
-    env = {**os.environ, "PENNYWEIGHT_NATIVE": "1"}  # the library without a self-test
+    env = {**os.environ, environment.NATIVE.name: "1"}  # the library without a self-test
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, encoding="utf-8", check=False, env=env, timeout=TIMEOUT

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from .. import gate_gpu
+from .. import gpu_arguments
 from ..table import Bound, Case, Kernel, register_kernel
 from ..target import capability, target_of
 from ..torch_gpu import LIMITS, accepts_int8
@@ -125,10 +125,10 @@ def launch(
 def operand(spec: QuantSpec, shape: tuple[int, ...], parts: Any) -> Operand:
     """The parts of a weight, checked for the kernel. Raises ArgumentError."""
     codes, device = parts.codes, parts.codes.device
-    codes = gate_gpu.aligned(codes, "codes", torch.int8, shape, device, wide=True)
+    codes = gpu_arguments.aligned(codes, "codes", torch.int8, shape, device, wide=True)
     scales = 1 if spec.block is None else parts.scale.numel()
     per = shape[0] if scales > 1 else 1
-    scale = gate_gpu.aligned(parts.scale.reshape(-1), "scale", FLOATS, (per,), device)
+    scale = gpu_arguments.aligned(parts.scale.reshape(-1), "scale", FLOATS, (per,), device)
     return Operand(codes, scale, parts.perm, device, parts.act_scale, parts.act_zero_point)
 
 
@@ -144,7 +144,7 @@ def bind_static(spec: QuantSpec, act: ActivationSpec, shape: tuple[int, ...], dt
 
     def run(x: Tensor, w: Operand, bias: Tensor | None) -> Tensor | None:
         axes = x.shape
-        given = gate_gpu.linear_arguments(x, bias, n, k, dtype, w.device, w.perm)
+        given = gpu_arguments.linear_arguments(x, bias, n, k, dtype, w.device, w.perm)
         if given is None:
             return None
         x, bias = given

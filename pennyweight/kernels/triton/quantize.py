@@ -19,7 +19,7 @@ from ...core.numerics import Parts
 from ...core.qparams import scale_floor
 from ...core.spec import ActivationSpec
 from ...core.tracing import plain_tensors
-from .. import activation, gate_gpu
+from .. import activation, gpu_arguments
 from ..activation import static_params
 from ..target import capability, target_of
 from . import self_test_verdict
@@ -151,17 +151,17 @@ def _given(
     found = static_params(x, scale, zero_point)
     assert found.scale is not None
     shape = tuple(found.scale.shape)
-    s = gate_gpu.aligned(found.scale.float(), "act_scale", torch.float32, shape, x.device)
+    s = gpu_arguments.aligned(found.scale.float(), "act_scale", torch.float32, shape, x.device)
     if found.zero_point is None:
         return s, None
     zero = found.zero_point.to(torch.int8)
-    return s, gate_gpu.aligned(zero, "act_zero_point", torch.int8, shape, x.device)
+    return s, gpu_arguments.aligned(zero, "act_zero_point", torch.int8, shape, x.device)
 
 
 def encode(x: Tensor, act: ActivationSpec, scale: Tensor | None = None, zero_point: Tensor | None = None) -> Parts:
     """Codes [M, K], scale and zero point ([M, 1], or [1, 1] for all rows) of an input.
 
-    x           [M, K], contiguous, at a multiple of 16 bytes: see gate_gpu.rows
+    x           [M, K], contiguous, at a multiple of 16 bytes: see gpu_arguments.rows
     act         one that :func:`accepts` accepts
     scale, zero_point  stored parameters of a static activation
 
@@ -195,7 +195,7 @@ def rms_norm_encode(x: Tensor, weight: Tensor, eps: float, act: ActivationSpec) 
     static = static_of(act, x.dtype)
     if not isinstance(static, Static) or static.params != "row" or x.shape[1] > WIDEST or not usable(x, act):
         return activation.encode_activation(F.rms_norm(x, (x.shape[1],), weight, eps), act, None, None)
-    floats = gate_gpu.aligned(weight, "weight", FLOATS, (x.shape[1],), x.device)
+    floats = gpu_arguments.aligned(weight, "weight", FLOATS, (x.shape[1],), x.device)
     return launch(x, static, norm=floats, eps=eps)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...core.formats import E4M3, INT4, INT8, NF4
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from .. import gate_gpu
+from .. import gpu_arguments
 from ..target import capability
 from . import self_test_inputs, tiles, weight_only
 from .layout import LAYOUT
@@ -102,7 +102,7 @@ def products(full: bool = False) -> Iterator[Case]:
 def run(case: Case | Check, device: torch.device | str) -> str | None:
     """None if the kernel's result is right, the same twice and finite, else what is wrong with it."""
     device = torch.device(device)
-    return gate_gpu.on_device(case.check, device)(device)
+    return gpu_arguments.on_device(case.check, device)(device)
 
 
 def _weight(w: AffineQuantizedTensor) -> Tensor:

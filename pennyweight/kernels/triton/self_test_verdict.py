@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch
 
-from ...core.cache_folder import cache_folder
-from ...core.errors import ArgumentError
-from ...core.extras import install
 from ...core.tracing import plain_tensors
+from ...support import environment
+from ...support.cache_folder import cache_folder
+from ...support.errors import ArgumentError
+from ...support.extras import install
 from ..target import device_type, target_of
 
-VARIABLE = "PENNYWEIGHT_GPU"
 # Family -> (name of its kernel in the table, what runs instead)
 FAMILIES = {
     "weight_only": (
@@ -48,9 +48,9 @@ def register(prover: Prover) -> Prover:
 
 def refusal(target: str, family: str) -> str | None:
     """Why kernels of a family must not be used for a target; None: they may, or this machine has no such device."""
-    setting = os.environ.get(VARIABLE, "")
+    setting = environment.GPU.read()
     if setting == "0":
-        return f"Triton kernels are switched off: {VARIABLE}=0"
+        return f"Triton kernels are switched off: {environment.GPU.name}=0"
     if not torch.cuda.is_available() or device_type(target) != "cuda":
         return None  # answers for a device that is not here, or fake tensors: as if it were there and proven
     for index in range(torch.cuda.device_count()):

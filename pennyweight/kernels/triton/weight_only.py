@@ -25,7 +25,7 @@ from ...core.numerics import Parts
 from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...core.tracing import plain_tensors
-from .. import gate_gpu
+from .. import gpu_arguments
 from ..table import Bound, Case, Kernel, register_kernel
 from ..target import target_of
 from . import quantize, self_test_verdict, tiles, workspace
@@ -118,12 +118,12 @@ def operand(static: Static, spec: QuantSpec, parts: Any) -> Operand:
     g, d = static.groups, static.decoding
     n, ct = blocks.padded(spec.block, (static.n, static.k))[0], static.tiles
     rt = -(-n // ROWS)
-    codes = gate_gpu.aligned(codes, "codes", torch.int32, (rt, ct, None, ROWS, 32), device, wide=True)
+    codes = gpu_arguments.aligned(codes, "codes", torch.int32, (rt, ct, None, ROWS, 32), device, wide=True)
     per_group = {"row": (n,), "group": (rt, -(-ct // g.tiles), ROWS, g.width)}.get(g.kind)
 
     def numbers(part: Any, name: str, dtypes: tuple[torch.dtype, ...]) -> Tensor:
         assert per_group is not None
-        return gate_gpu.aligned(part, name, dtypes, per_group, device, wide=True)
+        return gpu_arguments.aligned(part, name, dtypes, per_group, device, wide=True)
 
     floats = (torch.float32, torch.bfloat16, torch.float16)
     scale = zero = offset = outer = table = codes
@@ -133,9 +133,9 @@ def operand(static: Static, spec: QuantSpec, parts: Any) -> Operand:
             torch.uint8
         )
         if static.outer:
-            outer = gate_gpu.aligned(above.scale.reshape(-1), "scale of the scales", torch.float32, (1,), device)
+            outer = gpu_arguments.aligned(above.scale.reshape(-1), "scale of the scales", torch.float32, (1,), device)
     elif g.kind == "tensor":
-        outer = gate_gpu.aligned(above.reshape(-1), "scale", floats, (1,), device)
+        outer = gpu_arguments.aligned(above.reshape(-1), "scale", floats, (1,), device)
     elif above is not None:
         scale = numbers(above, "scale", floats)
     if static.zero_point:
@@ -287,7 +287,7 @@ def bind_static(static: Static, spec: QuantSpec, act: ActivationSpec | None = No
 
     def run(x: Tensor, w: Operand, bias: Tensor | None) -> Tensor | None:
         shape = x.shape
-        given = gate_gpu.linear_arguments(x, bias, n, k, dtype, w.device, w.perm)
+        given = gpu_arguments.linear_arguments(x, bias, n, k, dtype, w.device, w.perm)
         if given is None:
             return None
         x, bias = given

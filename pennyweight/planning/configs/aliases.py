@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...core.arguments import check_number, did_you_mean
+from ...support.arguments import check_number, did_you_mean
 from ..config_names import CONFIGS, Name, algorithm_of
 from ..granularity import MappingType, PerGroup, PerRow
 from . import floating, integer

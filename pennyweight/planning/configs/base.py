@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...core.arguments import CheckedFields, check_choice, check_number, show
-from ...core.errors import ArgumentTypeError
 from ...core.formats import E2M1, E4M3, E5M2, TERNARY, Format, get_format
+from ...core.model_arguments import CheckedFields
 from ...core.qparams import RULES
 from ...core.spec import ActivationSpec, QuantSpec
+from ...support.arguments import check_choice, check_number, show
+from ...support.errors import ArgumentTypeError
 from ..granularity import Granularity, MappingType
 from ..parameters import Site
 from ..scheme import Scheme

@@ -19,7 +19,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ...core.arguments import close_names, did_you_mean, hint
+from ...support.arguments import close_names, did_you_mean, hint
 from .aliases import CONFIGS, by_name, named
 from .base import AOBaseConfig
 from .fqn import FqnToConfig

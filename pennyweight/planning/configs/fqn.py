@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...core.arguments import show
-from ...core.errors import ArgumentTypeError
+from ...support.arguments import show
+from ...support.errors import ArgumentTypeError
 from ..parameters import Site
 from ..scheme import Scheme
 from .aliases import named

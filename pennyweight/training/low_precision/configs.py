@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.arguments import check_choice
 from ...core.formats import INT8, Format
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
@@ -16,7 +15,8 @@ from ...distributed.dtensor import local_tensor
 from ...kernels.target import target_of
 from ...planning.configs.base import AnyDtype, AOBaseConfig, as_format
 from ...planning.module_handlers import register_quantize_module_handler
-from .gemm_table import Case, select
+from ...support.arguments import check_choice
+from .gemm_table import ProductCase, select
 from .layer import LowPrecisionLinear, convert_
 from .recipes import FLOAT8, HIGH, MX, Operand, Recipe, get_recipe
 
@@ -153,7 +153,7 @@ def _can_convert(module: nn.Module, config: LowPrecisionTrainingConfig) -> tuple
     a, b = how.output.a, how.output.b
     if isinstance(a, Operand) and isinstance(b, Operand):
         w = module.weight
-        case = Case(a.spec, b.spec, (LEAST, *w.shape), w.dtype, "cpu" if w.is_meta else target_of(w.device))
+        case = ProductCase(a.spec, b.spec, (LEAST, *w.shape), w.dtype, "cpu" if w.is_meta else target_of(w.device))
         notes.append(f"{how.name}, by {select(case).name}")
     else:
         notes.append(how.name)

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from ...core.arguments import check_arguments
+from ...core.model_arguments import check_arguments
 from ...core.ops.inplace import stochastic_writes
 from ...core.tensor import AffineQuantizedTensor
-from ...planning.report import Report, Row
+from ...planning.quantize_report import Report, Row
 from ...quantize.pipeline import quantize_
 from .configs import Float8TrainingConfig, LowPrecisionTrainingConfig
 from .layer import LowPrecisionLinear, restore_

@@ -44,7 +44,7 @@ class QuantizedOperand(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Case:
+class ProductCase:
     """Inputs of the selection. shape: rows of a, rows of b, contracted. dtype: of the result."""
 
     a: QuantSpec
@@ -63,7 +63,7 @@ class Product:
 
     name: str
     run: Callable[[QuantizedOperand, QuantizedOperand, torch.dtype], Tensor]
-    accepts: Callable[[Case], bool | str]
+    accepts: Callable[[ProductCase], bool | str]
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -78,7 +78,7 @@ def _plain_scale(spec: QuantSpec) -> bool | str:
     return spec.block in (None, (-1,)) or f"scales of {spec} change along the contraction"
 
 
-def _both_plain(case: Case) -> bool | str:
+def _both_plain(case: ProductCase) -> bool | str:
     for spec in (case.a, case.b):
         verdict = _plain_scale(spec)
         if verdict is not True:
@@ -140,7 +140,7 @@ def int_mm(a: QuantizedOperand, b: QuantizedOperand, dtype: torch.dtype) -> Tens
     return _scaled(sums.to(wide_dtype(dtype)), a, b)
 
 
-def _accepts_int(case: Case) -> bool | str:
+def _accepts_int(case: ProductCase) -> bool | str:
     for spec in (case.a, case.b):
         if spec.format.kind != "int" or spec.format.code_dtype is not torch.int8:
             return "needs signed integers on both sides"
@@ -173,7 +173,7 @@ def _row_scales(q: QuantizedOperand, rows: int) -> Tensor:
     return F.pad(scale, (0, 0, 0, rows - q.shape[0]), value=1.0).contiguous()
 
 
-def _accepts_scaled(case: Case) -> bool | str:
+def _accepts_scaled(case: ProductCase) -> bool | str:
     verdict = accepts_float8(case.a, case.b)
     if verdict is not True:
         return verdict
@@ -195,13 +195,13 @@ PRODUCTS = (
 )
 
 
-def case_of(a: QuantizedOperand, b: QuantizedOperand, dtype: torch.dtype) -> Case:
+def case_of(a: QuantizedOperand, b: QuantizedOperand, dtype: torch.dtype) -> ProductCase:
     """The case of two operands."""
     shape = (a.shape[0], b.shape[0], a.shape[1])
-    return Case(a.spec, b.spec, shape, dtype, target_of(a.parts.codes.device))
+    return ProductCase(a.spec, b.spec, shape, dtype, target_of(a.parts.codes.device))
 
 
-def select(case: Case) -> Product:
+def select(case: ProductCase) -> Product:
     """The first row that accepts a case; the last accepts all."""
     for row in PRODUCTS:
         if row.accepts(case) is True:
@@ -209,7 +209,7 @@ def select(case: Case) -> Product:
     raise AssertionError(case)
 
 
-def explain(case: Case) -> list[tuple[str, str]]:
+def explain(case: ProductCase) -> list[tuple[str, str]]:
     """(name, verdict) of each row for a case; the row with verdict RUNS is used."""
     found, chosen = [], False
     for row in PRODUCTS:
@@ -222,8 +222,8 @@ def explain(case: Case) -> list[tuple[str, str]]:
 
 __all__ = [
     "PRODUCTS",
-    "Case",
     "Product",
+    "ProductCase",
     "QuantizedOperand",
     "by_code",
     "by_value",

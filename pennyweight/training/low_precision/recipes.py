@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ...core.arguments import did_you_mean, show
-from ...core.errors import ArgumentTypeError
 from ...core.formats import E2M1, E4M3, E5M2, Format
 from ...core.spec import INT8_ROW, MXFP4, MXFP8, TERNARY_TENSOR, ActivationSpec, QuantSpec
 from ...planning.configs import SpecConfig
+from ...support.arguments import did_you_mean, show
+from ...support.errors import ArgumentTypeError
 
 FORWARD: Literal["forward"] = "forward"
 SEEDS = 1 << 32

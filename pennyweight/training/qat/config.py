@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.arguments import did_you_mean
-from ...core.errors import ArgumentTypeError
 from ...core.spec import ActivationSpec, QuantSpec
 from ...planning.config_resolution import not_a_config
 from ...planning.configs import AOBaseConfig, SpecConfig
@@ -14,6 +12,8 @@ from ...planning.configs.aliases import named
 from ...planning.parameters import Site
 from ...planning.scheme import Scheme
 from ...quantize.pipeline import Pipeline
+from ...support.arguments import did_you_mean
+from ...support.errors import ArgumentTypeError
 from .modules import CONFIG
 from .prepare import LEARN, Convert, Prepare
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ...core.arguments import check_model
+from ...core.model_arguments import check_model
 
 KINDS = ("kl", "mse")
 

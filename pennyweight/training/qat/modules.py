@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...core.arguments import check_arguments
+from ...core.model_arguments import check_arguments
 from ...core.numerics import dequantize, fake_quantize, quantize
 from ...kernels.activation import autocast_dtype, quantize_activation
 from ...planning.scheme import stored_scale

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ...core.arguments import check_arguments
+from ...core.model_arguments import check_arguments
 from .modules import fake_modules
 
 IN_CODES = ("zero_point", "table")  # parts in units of their scale

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...algorithms.solve import Solved
-from ...core.arguments import check_arguments
+from ...core.model_arguments import check_arguments
 from ...core.numerics import Parts, dequantize, sqnr
 from ...core.qparams import default_rule
 from ...core.rounding_interval import clamp_to_interval
@@ -20,7 +20,7 @@ from ...kernels.table import case_of, select
 from ...planning.config_resolution import PlanError
 from ...planning.configs import AOBaseConfig
 from ...planning.plan import Plan, PlanRow
-from ...planning.report import Report, Row
+from ...planning.quantize_report import Report, Row
 from ...planning.scheme import Scheme
 from ...quantize.pipeline import Options, Pipeline
 from .fake_quantize import FakeQuantizer, Tensors, flatten_parts, format_range, held_parts, quantized_weight

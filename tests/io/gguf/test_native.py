@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from pennyweight.core.errors import ArgumentError
 from pennyweight.core.numerics import dequantize
 from pennyweight.io.gguf import quantize as module
 from pennyweight.io.gguf.blocks import TYPES
 from pennyweight.io.gguf.quantize import WEIGHTED, quantize, quantize_native
-from pennyweight.kernels import gate_convert
 from pennyweight.kernels.cpu import library
+from pennyweight.kernels.native import convert as native_convert
+from pennyweight.support.errors import ArgumentError
 
 pytestmark = pytest.mark.skipif(library.available() is not True, reason="no native library")
-NAMES = [name for name, kind in TYPES.items() if kind.id in gate_convert.GGUF_BLOCKS]
+NAMES = [name for name, kind in TYPES.items() if kind.id in native_convert.GGUF_BLOCKS]
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def rows() -> Iterator[Tensor]:
 def test_every_type_but_these_has_native_code() -> None:
     without = {name for name in module.RULES if name not in NAMES}
     assert without == {"TQ1_0", "TQ2_0", "MXFP4", "NVFP4"}
-    for number, (elements, size) in gate_convert.GGUF_BLOCKS.items():
+    for number, (elements, size) in native_convert.GGUF_BLOCKS.items():
         kind = next(kind for kind in TYPES.values() if kind.id == number)
         assert (kind.elements, kind.nbytes) == (elements, size)
 
@@ -129,7 +129,7 @@ def test_what_the_plain_code_refuses_stays_refused(name: str) -> None:
 def test_the_gate() -> None:
     x, out = torch.randn(2, 256), torch.empty(2 * 144, dtype=torch.uint8)
     sums = torch.empty(1, 2, dtype=torch.float64)
-    assert gate_convert.gguf_quantize(12, x, None, out, sums, 1)
+    assert native_convert.gguf_quantize(12, x, None, out, sums, 1)
     for bad in (
         (4, x, None, out, sums),
         (12, x.double(), None, out, sums),
@@ -141,4 +141,4 @@ def test_the_gate() -> None:
         (12, x, None, out, sums[:0]),
     ):
         with pytest.raises(ArgumentError, match="gguf"):
-            gate_convert.gguf_quantize(*bad, 1)
+            native_convert.gguf_quantize(*bad, 1)

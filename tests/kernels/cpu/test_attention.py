@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from pennyweight.core import blocks
-from pennyweight.core.errors import ArgumentError
 from pennyweight.core.formats import INT8, get_format
 from pennyweight.core.layouts import portable_layout
 from pennyweight.core.packing import unpack_bits
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.kernels import gate_attention
 from pennyweight.kernels.block import Call, Norm, attend, normalize, rotate
 from pennyweight.kernels.cpu import library
+from pennyweight.kernels.native import attention as native_attention
+from pennyweight.support.errors import ArgumentError
 
 pytestmark = pytest.mark.skipif(library.available() is not True, reason="no native library here")
 
@@ -92,7 +92,7 @@ def test_values(shape: tuple[int, ...], kind: torch.dtype, isa: str) -> None:
     library.use_isa(isa)
     q, k, v = make(shape, kind)
     for how in ({}, {"causal": True}, {"causal": True, "window": 5}, {"window": 70}, {"softcap": 3.0, "scale": 0.7}):
-        close(gate_attention.attention(q, k, v, **how), reference(q, k, v, **how))
+        close(native_attention.attention(q, k, v, **how), reference(q, k, v, **how))
 
 
 @pytest.mark.parametrize("isa", library.isas())
@@ -105,7 +105,7 @@ def test_masks(shape: tuple[int, ...], mask: str, isa: str) -> None:
     allowed = MASKS[mask](b, h, s, n)
     for how in ({}, {"causal": True}, {"causal": True, "window": 20}):
         full = None if allowed is None else allowed.expand(b, h, s, n)
-        close(gate_attention.attention(q, k, v, allowed, **how), reference(q, k, v, full, **how))
+        close(native_attention.attention(q, k, v, allowed, **how), reference(q, k, v, full, **how))
 
 
 def test_a_row_without_a_key_is_zero() -> None:
@@ -114,11 +114,11 @@ def test_a_row_without_a_key_is_zero() -> None:
         mask = torch.ones(2, 1, s, 300, dtype=torch.bool)
         mask[1, :, 1] = False
         for m in (mask, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)):
-            y = gate_attention.attention(q, k, v, m)
+            y = native_attention.attention(q, k, v, m)
             assert (y[1, :, 1] == 0).all()
             assert (y[0] != 0).all()
             close(y, reference(q, k, v, m))
-        y = gate_attention.attention(q, k[:, :, :1], v[:, :, :1], causal=True)  # the first tokens come before any key
+        y = native_attention.attention(q, k[:, :, :1], v[:, :, :1], causal=True)  # the first tokens come before any key
         assert (y[:, :, : s - 1] == 0).all()
         assert torch.equal(y[:, :, -1], v[:, :, 0].repeat_interleave(2, 1))
 
@@ -128,27 +128,27 @@ def test_keys_that_are_not_seen_may_be_anything() -> None:
         q, k, v = make((1, 2, 1, s, 300, 64))
         mask = torch.rand(1, 1, s, 300) < 0.5
         mask[..., 7] = False
-        expected = gate_attention.attention(q, k, v, mask)
+        expected = native_attention.attention(q, k, v, mask)
         for bad in (torch.nan, torch.inf):
             k[:, :, 7] = bad
-            assert torch.equal(gate_attention.attention(q, k, v, mask), expected)
+            assert torch.equal(native_attention.attention(q, k, v, mask), expected)
 
 
 def test_rows_of_the_least_number_are_means() -> None:
     """transformers masks with finfo.min: a row of padding has finite scores, which are all alike."""
     for s in (1, 20):
         q, k, v = make((1, 2, 2, s, 50, 64))
-        y = gate_attention.attention(q, k, v, torch.full((1, 1, s, 50), LEAST))
+        y = native_attention.attention(q, k, v, torch.full((1, 1, s, 50), LEAST))
         close(y, v.mean(2, keepdim=True).expand_as(y), 1e-6)
 
 
 def test_large_scores_and_nan() -> None:
     for s in (1, 20):
         q, k, v = make((1, 2, 1, s, 300, 64))
-        close(gate_attention.attention(q * 1e4, k, v), reference(q * 1e4, k, v), 0.02)
+        close(native_attention.attention(q * 1e4, k, v), reference(q * 1e4, k, v), 0.02)
         k[:, :, 7] = torch.nan
-        assert gate_attention.attention(q, k, v).isnan().all()
-        assert not gate_attention.attention(q, k[:, :, 8:], v[:, :, 8:]).isnan().any()
+        assert native_attention.attention(q, k, v).isnan().all()
+        assert not native_attention.attention(q, k[:, :, 8:], v[:, :, 8:]).isnan().any()
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
@@ -161,7 +161,7 @@ def test_instruction_sets_and_threads_give_the_same_bits(shape: tuple[int, ...],
         library.use_isa(isa)
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            seen.append(gate_attention.attention(q, k, v, mask, causal=True, softcap=9.0))
+            seen.append(native_attention.attention(q, k, v, mask, causal=True, softcap=9.0))
     assert all(torch.equal(y, seen[0]) for y in seen)
 
 
@@ -170,10 +170,10 @@ def test_sequences_do_not_depend_on_their_batch(s: int) -> None:
     """70 sequences are units of work of their own, one is divided into chunks of keys."""
     q, k, v = make((70, 2, 1, s, 600, 32))
     mask = torch.rand(70, 1, s, 600) < 0.5
-    y = gate_attention.attention(q, k, v, mask)
+    y = native_attention.attention(q, k, v, mask)
     for i in (0, 33, 69):
         own = slice(i, i + 1)
-        assert torch.equal(gate_attention.attention(q[own], k[own], v[own], mask[own]), y[own])
+        assert torch.equal(native_attention.attention(q[own], k[own], v[own], mask[own]), y[own])
 
 
 @pytest.mark.parametrize("s", [1, 5])
@@ -185,11 +185,11 @@ def test_memory_of_transformers_caches(s: int) -> None:
     room[:, :, :300] = keys
     expected = reference(q, keys, values, causal=True)
     for k in (keys, room[:, :, :300]):
-        y = gate_attention.attention(q, k, values, causal=True)
+        y = native_attention.attention(q, k, values, causal=True)
         close(y, expected)
         assert y.transpose(1, 2).is_contiguous()
     for dtype in FLOATS[1:]:
-        y = gate_attention.attention(q.to(dtype), keys.to(dtype), values.to(dtype), causal=True)
+        y = native_attention.attention(q.to(dtype), keys.to(dtype), values.to(dtype), causal=True)
         assert y.dtype is dtype
         exact = reference(q.to(dtype), keys.to(dtype), values.to(dtype), causal=True)
         close(y, exact, 2**-8 * float(exact.abs().max()))
@@ -197,7 +197,7 @@ def test_memory_of_transformers_caches(s: int) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     q, k, v = make((2, 4, 2, 3, 5, 16))
-    attention = gate_attention.attention
+    attention = native_attention.attention
     for wrong in (
         lambda: attention(q, k[:1], v[:1]),
         lambda: attention(q, k[..., :8], v[..., :8]),
@@ -221,7 +221,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def quantized(bits: int, group: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[QT, QT, Tensor, Tensor]:
-    """Keys and values as integrations/kv_cache.py quantizes them, and their exact values in float64."""
+    """Keys and values as inference/kv_cache.py quantizes them, and their exact values in float64."""
     made = []
     for block in ((group, 1), (group,)):
         spec = QuantSpec(get_format(f"uint{bits}"), block, dtype, offset=dtype)
@@ -280,7 +280,7 @@ def test_a_quantized_past(case: tuple[int, int, torch.dtype, tuple[int, ...]]) -
             library.use_isa(isa)
             for threads in (1, 2):
                 torch.set_num_threads(threads)
-                seen.append(gate_attention.attention(q, k, v, past=(pair[0], pair[1]), **how))
+                seen.append(native_attention.attention(q, k, v, past=(pair[0], pair[1]), **how))
         # codes of 8 and 4 bits are multiplied by numbers of 16 bits if there are few tokens
         close(seen[0], reference(q, all_k, all_v, **how), 3e-4 if s <= 4 and bits in (4, 8) else 1e-5)
         assert all(torch.equal(y, seen[0]) for y in seen)
@@ -288,7 +288,7 @@ def test_a_quantized_past(case: tuple[int, int, torch.dtype, tuple[int, ...]]) -
 
 def test_the_past_of_a_cache() -> None:
     """After tokens were added, sequences selected and tokens removed; codes are views of larger memory."""
-    from pennyweight.integrations.kv_cache import QuantizedLayer
+    from pennyweight.inference.kv_cache import QuantizedLayer
 
     for bits in (8, 4):
         layer = QuantizedLayer(bits, 32, 40)
@@ -298,7 +298,7 @@ def test_the_past_of_a_cache() -> None:
         layer.crop(-3)
         past = layer.past_keys, layer.past_values
         q = torch.randn(2, 8, 1, 64)
-        y = gate_attention.attention(q, layer.keys, layer.values, past=past)
+        y = native_attention.attention(q, layer.keys, layer.values, past=past)
         k = torch.cat([exact_values(past[0]), layer.keys.double()], 2)  # type: ignore[arg-type]
         v = torch.cat([exact_values(past[1]), layer.values.double()], 2)  # type: ignore[arg-type]
         close(y, reference(q, k, v), 3e-4)
@@ -307,7 +307,7 @@ def test_the_past_of_a_cache() -> None:
 def test_a_past_that_does_not_fit_is_refused() -> None:
     q, k, v = make((1, 4, 2, 1, 5, 64))
     a, b, *_ = quantized(8, 32, torch.float32, (1, 2, 64, 64))
-    attention = gate_attention.attention
+    attention = native_attention.attention
     attention(q, k, v, past=(a, b))
     signed = QT.from_float(torch.randn(1, 2, 64, 64), QuantSpec(INT8, (32,)))
     wider = QT.from_float(torch.randn(1, 2, 64, 64), a.spec.with_(block=(2, 32, 1)), "minmax")
@@ -348,7 +348,7 @@ def test_rotary(size: int, rotated: int, kind: str | None, isa: str) -> None:
         expected = [rotate(t, cos, sin, kind, rotated) for t in expected]
         before = v.clone()
         torch.set_num_threads(2)
-        gate_attention.rotary(q, k, v, keys, values, past, cos, sin, kind, n, n)
+        native_attention.rotary(q, k, v, keys, values, past, cos, sin, kind, n, n)
         assert torch.equal(v, before)
         new = slice(past, past + s)
         torch.testing.assert_close(q, expected[0], atol=3e-6, rtol=0)
@@ -377,7 +377,9 @@ def test_rotary_gives_the_same_bits_everywhere(kind: str) -> None:
                 torch.zeros(2, 2, 60, 80, dtype=torch.bfloat16),
             )
             n = Norm("layer", 1e-5, torch.randn(80), torch.randn(80))
-            gate_attention.rotary(q, k, v, keys, values, 9, torch.randn(2, 50, 80), torch.randn(2, 50, 80), kind, n, n)
+            native_attention.rotary(
+                q, k, v, keys, values, 9, torch.randn(2, 50, 80), torch.randn(2, 50, 80), kind, n, n
+            )
             seen.append((q, keys, values))
     assert all(torch.equal(x, y) for some in seen for x, y in zip(some, seen[0], strict=True))
 
@@ -385,7 +387,7 @@ def test_rotary_gives_the_same_bits_everywhere(kind: str) -> None:
 def test_rotary_refuses_what_does_not_fit() -> None:
     q, k, v = torch.randn(1, 2, 4, 16), torch.randn(1, 2, 2, 16), torch.randn(1, 2, 2, 16)
     keys, values, cos = torch.zeros(1, 2, 5, 16), torch.zeros(1, 2, 5, 16), torch.ones(1, 2, 16)
-    rotary = gate_attention.rotary
+    rotary = native_attention.rotary
     for wrong in (
         lambda: rotary(q, k, v, keys, values, 4, cos, cos, "half"),
         lambda: rotary(q, k, v, keys, values, -1, cos, cos, "half"),

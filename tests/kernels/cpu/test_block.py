@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pennyweight.core.errors import ArgumentError
 from pennyweight.core.formats import INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels.block import ACTIVATIONS, Call, Layer, LinearStep, Norm, NormStep, Steps, run_reference
 from pennyweight.kernels.cpu import library
-from pennyweight.kernels.gate_block import NativeBlock, compile_steps
+from pennyweight.kernels.native.block import NativeBlock, compile_steps
+from pennyweight.support.errors import ArgumentError
 from tests.kernels.cpu.test_int_linear import ACTIVATIONS as INPUTS
 from tests.kernels.cpu.test_int_linear import SPECS, make
 
@@ -249,7 +249,7 @@ def test_static_inputs_with_a_zero_point() -> None:
     check(one(48, 96, Layer(w)), random(1, 5, 96), 1e-6)
 
 
-# -- the gate ----------------------------------------------------------------------------------------------------------
+# -- arguments of native code ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

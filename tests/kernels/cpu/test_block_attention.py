@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from pennyweight.core.errors import ArgumentError
 from pennyweight.core.formats import get_format
 from pennyweight.core.layouts import portable_layout
 from pennyweight.core.spec import QuantSpec
@@ -26,6 +25,7 @@ from pennyweight.kernels.block import (
     run_reference,
 )
 from pennyweight.kernels.cpu import library
+from pennyweight.support.errors import ArgumentError
 from tests.kernels.cpu.test_block import DTYPES, compiled, isa, layer, norm, random, run, threads
 
 __all__ = ["isa", "threads"]  # fixtures
@@ -190,7 +190,7 @@ WIDE = Heads(4, 2, 64)
 
 
 def coded(batch: int, h: Heads, tokens: int, bits: int, group: int, dtype: torch.dtype) -> tuple[QT, QT]:
-    """Keys and values as integrations/kv_cache.py quantizes them."""
+    """Keys and values as inference/kv_cache.py quantizes them."""
     made = []
     for block in ((group, 1), (group,)):
         spec = QuantSpec(get_format(f"uint{bits}"), block, dtype, offset=dtype)

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pennyweight.core.errors import ArgumentError
 from pennyweight.core.formats import INT4, INT8, UINT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
@@ -26,7 +25,8 @@ from pennyweight.kernels.conv_chain import (
     run_reference,
 )
 from pennyweight.kernels.cpu import library
-from pennyweight.kernels.gate_conv_chain import NativeChain, compile_chain
+from pennyweight.kernels.native.conv_chain import NativeChain, compile_chain
+from pennyweight.support.errors import ArgumentError
 
 pytestmark = pytest.mark.skipif(library.available() is not True, reason=str(library.available()))
 

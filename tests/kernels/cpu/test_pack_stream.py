@@ -10,15 +10,15 @@ from torch import nn
 
 import pennyweight as pw
 from pennyweight.core import layouts, packing
-from pennyweight.core.errors import ArgumentError
 from pennyweight.core.formats import INT3, INT4, NF4, UINT4
 from pennyweight.core.packing import pack_bits
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.kernels import gate_convert
 from pennyweight.kernels.cpu import library
 from pennyweight.kernels.cpu.int_linear import tile_rows
 from pennyweight.kernels.cpu.pack_ops import pack_codes, pack_stream
+from pennyweight.kernels.native import convert as native_convert
+from pennyweight.support.errors import ArgumentError
 
 pytestmark = pytest.mark.skipif(library.available() is not True, reason=f"native library: {library.available()}")
 
@@ -62,15 +62,15 @@ def test_memory_that_is_not_aligned(machine: None) -> None:
 
 def test_a_stream_of_other_columns_is_refused() -> None:
     stream, out = torch.zeros(20, 32, dtype=torch.uint8), torch.zeros(2, 2 * 64 * 4, dtype=torch.uint8)
-    gate_convert.pack_stream(stream, 64, 64, 4, 0, out)
+    native_convert.pack_stream(stream, 64, 64, 4, 0, out)
     for k, columns, bits, pad in (
         (65, 96, 4, 0), (62, 64, 4, 0), (64, 64, 3, 0), (64, 32, 4, 0), (64, 70, 4, 0), (64, 64, 4, 16),
         (64, 64, 4, -1), (-64, 64, 4, 0), (64, 64, 0, 0), (64, 64, 9, 0),
     ):  # fmt: skip
         with pytest.raises(ArgumentError, match="pack"):
-            gate_convert.pack_stream(stream, k, columns, bits, pad, out)
+            native_convert.pack_stream(stream, k, columns, bits, pad, out)
     with pytest.raises(ArgumentError, match="expected a matrix"):
-        gate_convert.pack_stream(stream.flatten(), 64, 64, 4, 0, out)
+        native_convert.pack_stream(stream.flatten(), 64, 64, 4, 0, out)
 
 
 @pytest.mark.parametrize("n", [16, 48, 33])

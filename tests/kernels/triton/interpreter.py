@@ -197,6 +197,7 @@ def broken() -> dict[str, Any]:
     from pennyweight.core.spec import QuantSpec
     from pennyweight.kernels.table import Case, select
     from pennyweight.kernels.triton import self_test, self_test_verdict, weight_only
+    from pennyweight.support import environment
 
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
@@ -210,9 +211,9 @@ def broken() -> dict[str, Any]:
     case = Case(
         QuantSpec(INT4, (64,), scale=torch.bfloat16, layout="gpu"), None, (64, 128), torch.bfloat16, "cuda:sm_90"
     )
-    os.environ[self_test_verdict.VARIABLE] = "1"
+    os.environ[environment.GPU.name] = "1"
     trusted = select("linear", case).name
-    del os.environ[self_test_verdict.VARIABLE]
+    del os.environ[environment.GPU.name]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         proven = [select("linear", replace(case, shape=(64, k))).name for k in (192, 256)]

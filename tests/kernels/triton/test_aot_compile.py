@@ -129,7 +129,7 @@ def offsets(ttir: str, pointer: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["int4 g64", "int8 row"])
 def test_offsets_of_large_tensors_have_64_bits(name: str) -> None:
-    """gate_gpu lets more than 2**31 elements pass as ``wide``: of codes, scales of groups, inputs, outputs and sums."""
+    """More than 2**31 elements pass as ``wide``: of codes, scales of groups, inputs, outputs and sums."""
     job = aot_compile.kernels("cuda:sm_90", (name,))[0]
     ttir = job.compile("cuda:sm_90").asm["ttir"]
     pointers = ["w_ptr", "x_ptr", "y_ptr", "part_ptr"] + (["s_ptr"] if name == "int4 g64" else [])

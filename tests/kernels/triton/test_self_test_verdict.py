@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pennyweight.core.errors import ArgumentError
 from pennyweight.core.formats import INT4
 from pennyweight.core.spec import QuantSpec
 from pennyweight.kernels.table import Case, select
 from pennyweight.kernels.triton import self_test, self_test_verdict
+from pennyweight.support import environment
+from pennyweight.support.errors import ArgumentError
 
 TARGET = "cuda:sm_90"
 
@@ -39,7 +40,7 @@ class Device:
 @pytest.fixture
 def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     found = Device()
-    monkeypatch.delenv(self_test_verdict.VARIABLE, raising=False)
+    monkeypatch.delenv(environment.GPU.name, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card")
@@ -97,7 +98,7 @@ def test_the_cases_run_outside_of_modes(device: Device, monkeypatch: pytest.Monk
 
 def test_a_refusal_is_a_constant_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler that traced it would read the environment, files and the device."""
-    monkeypatch.setenv(self_test_verdict.VARIABLE, "0")
+    monkeypatch.setenv(environment.GPU.name, "0")
 
     def product(x: torch.Tensor) -> torch.Tensor:
         return x if self_test_verdict.refusal(TARGET, "weight_only") is None else x + 1
@@ -159,9 +160,9 @@ def test_a_folder_that_cannot_be_written(device: Device, tmp_path: Path, monkeyp
 
 def test_switched_off_and_trusted(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     device.results["weight_only"] = {"int4, 1 row": "wrong"}
-    monkeypatch.setenv(self_test_verdict.VARIABLE, "0")
+    monkeypatch.setenv(environment.GPU.name, "0")
     assert self_test_verdict.refusal(TARGET, "weight_only") == "Triton kernels are switched off: PENNYWEIGHT_GPU=0"
-    monkeypatch.setenv(self_test_verdict.VARIABLE, "1")
+    monkeypatch.setenv(environment.GPU.name, "1")
     assert self_test_verdict.refusal(TARGET, "weight_only") is None
     assert device.runs == []
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from pennyweight.core.errors import ArgumentError
 from pennyweight.export.decomposed_ops import (
     CHOOSE,
     CONVERT,
@@ -29,6 +28,7 @@ from pennyweight.export.graph_edits import (
     producers,
     the_device,
 )
+from pennyweight.support.errors import ArgumentError
 
 from .code_range import EPS, is_per_channel, to_underlying_dtype
 from .dequantize_copies import copy_dequantize_per_user, port_metadata

@@ -9,8 +9,8 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
-from pennyweight.core.errors import ArgumentError
 from pennyweight.export.graph_edits import FROM_NODE, insert_observer, producers
+from pennyweight.support.errors import ArgumentError
 
 from .fake_quantize import FakeQuantizeBase
 from .fold_batch_norm import fold_batch_norms

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pennyweight.planning import configs as ours
 from pennyweight.planning.config_resolution import PlanError
 from pennyweight.planning.module_handlers import register_quantize_module_handler
-from pennyweight.planning.report import Report
+from pennyweight.planning.quantize_report import Report
 from pennyweight.quantize.pipeline import Pipeline, quantize_
 
 from ..enums import QuantizationStep

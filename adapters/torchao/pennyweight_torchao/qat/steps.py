@@ -25,7 +25,7 @@ from pennyweight.planning.configs import (
 from pennyweight.planning.granularity import MappingType, PerRow
 from pennyweight.planning.module_handlers import register_quantize_module_handler
 from pennyweight.planning.parameters import is_linear
-from pennyweight.planning.report import Report
+from pennyweight.planning.quantize_report import Report
 from pennyweight.planning.run_batch import user_level
 from pennyweight.quantize.pipeline import Pipeline, quantize_
 from pennyweight.training import QATConfig as Ours

@@ -1,0 +1,99 @@
+"""The models of folders that transformers would pass to another library, read by ``pw.load``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from ...core.model_arguments import check_arguments
+from ...core.tensor import AffineQuantizedTensor
+from ...io.loading import load
+from ...io.state_dict import slots_of
+from ...support.arguments import check_nothing, show
+from ...support.errors import ArgumentTypeError
+from .saving import attach_quantizer
+
+
+@check_arguments(dtype=check_nothing)
+def load_pretrained(
+    model_class: Any,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    strict: bool = True,
+    config: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """The model of config.json, with weights read by ``pw.load``: quantized ones stay quantized.
+
+    model_class     an Auto class such as AutoModelForCausalLM, or a class such as LlamaForCausalLM
+    dtype           of the parameters; default: as stored in the files
+    device, strict  as for ``pw.load``
+    config          instead of config.json
+    kwargs          passed to the model constructor: attn_implementation etc.
+
+    For files whose "quantization_config" transformers would pass to another library, or not read at all. The model can
+    be saved by ``save_pretrained``, in our format. Raises the errors of ``pw.load`` and AutoConfig.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    folder = os.fspath(folder)
+    config = AutoConfig.from_pretrained(folder) if config is None else config
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    config.name_or_path = folder
+    if dtype is not None:
+        kwargs["dtype"] = dtype
+    if not hasattr(model_class, "from_config") and not hasattr(model_class, "_from_config"):
+        raise ArgumentTypeError(
+            f"model_class must be a class of transformers such as AutoModelForCausalLM, got {show(model_class)}"
+        )
+    make = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
+    with _parameters_on_meta():
+        model = make(config, **kwargs)
+    made = model.dtype
+    load(folder, model, strict=strict, device=device)
+    if dtype is not None:
+        _cast(model, made)
+    if device is not None:
+        model.to(device)
+    if model.can_generate() and os.path.isfile(os.path.join(folder, "generation_config.json")):
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if any(isinstance(p, AffineQuantizedTensor) for p in model.parameters()):
+        attach_quantizer(model)
+    return model.eval()
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters only: buffers such as position frequencies are computed in float32 and stay so."""
+    new: dict[int, nn.Parameter] = {}
+    for slot in slots_of(model).values():
+        old = slot.tensor
+        if slot.is_param and old.is_floating_point() and old.dtype != dtype:
+            if id(old) not in new:
+                new[id(old)] = nn.Parameter(old.detach().to(dtype), requires_grad=old.requires_grad)
+            slot.module._parameters[slot.attr] = new[id(old)]
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules created inside have no weights; their buffers are real, since files do not contain non-persistent
+    ones."""
+
+    def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        if param is None or param.is_meta:  # unchanged: a tied one must stay the same object
+            return None
+        return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+
+    hook = register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        hook.remove()

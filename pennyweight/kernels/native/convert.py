@@ -1,0 +1,228 @@
+"""Native calls other than products: packing of codes, quantization, dequantization, optimizer steps.
+
+As arguments.py says, each function checks its arguments against the extents that src/*.h read and write.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.call_site import in_layer
+from ...support.errors import ArgumentError
+from ..cpu import library
+from ..cpu.library import KINDS, U8
+from .arguments import (
+    DTYPES,
+    FLOAT_KINDS,
+    TILE,
+    Part,
+    address,
+    check_status,
+    count_tiles,
+    native_function,
+    optional_address,
+)
+
+GIVEN = 0  # rule of a Rounding with given parameters; see src/abi.h
+_BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+
+
+def pack_codes(codes: Tensor, columns: int, bits: int, flip: int, out: Tensor) -> None:
+    """codes: uint8 [n, k] -> out: uint8 [tiles of n, columns / 32 * 64 * bits]; see src/pack.h."""
+    n, k = _sizes(codes, "pack: codes")
+    _tile_arguments("pack", k, columns, bits)
+    source = address(codes, "pack: codes", _BYTES, n * k)
+    target = address(out, "pack: packed codes", (torch.uint8,), count_tiles(n) * columns * 2 * bits, exact=True)
+    if n and columns:
+        check_status(
+            native_function("pw_pack_codes")(source, n, k, columns, bits, flip & 255, target, torch.get_num_threads()),
+            "pack",
+        )
+
+
+def pack_stream(stream: Tensor, k: int, columns: int, bits: int, pad: int, out: Tensor) -> None:
+    """As :func:`pack_codes`, from bit streams. stream: uint8 [n, ceil(k * bits / 8)]; pad: the code of padding."""
+    n, width = _sizes(stream, "pack: bit stream")
+    _tile_arguments("pack", k, columns, bits)
+    if k < 0 or width != -(-k * bits // 8) or not 0 <= pad < 1 << bits:
+        raise ArgumentError(
+            f"pack: got a bit stream {list(stream.shape)} and padding {pad} for {k} columns of {bits} bits; expected "
+            f"{-(-k * bits // 8)} bytes in a row, and padding from 0 to {(1 << bits) - 1}"
+        )
+    source = address(stream, "pack: bit stream", (torch.uint8,), n * width)
+    target = address(out, "pack: packed codes", (torch.uint8,), count_tiles(n) * columns * 2 * bits, exact=True)
+    if n and columns:
+        status = native_function("pw_pack_stream")(source, n, k, columns, bits, pad, target, torch.get_num_threads())
+        check_status(status, "pack")
+
+
+def unpack_codes(packed: Tensor, columns: int, bits: int, flip: int, out: Tensor) -> None:
+    """Inverse of :func:`pack_codes`. out: uint8 [n, k] with k <= columns."""
+    n, k = _sizes(out, "unpack: codes")
+    _tile_arguments("unpack", k, columns, bits)
+    source = address(packed, "unpack: packed codes", (torch.uint8,), count_tiles(n) * columns * 2 * bits)
+    target = address(out, "unpack: codes", (torch.uint8,), n * k, exact=True)
+    if n and k:
+        status = native_function("pw_unpack_codes")(
+            source, n, k, columns, bits, flip & 255, target, torch.get_num_threads()
+        )
+        check_status(status, "unpack")
+
+
+def _sizes(t: Tensor, what: str) -> tuple[int, int]:
+    if t.ndim != 2:
+        raise ArgumentError(f"{what}: expected a matrix, got {list(t.shape)}")
+    return t.shape[0], t.shape[1]
+
+
+def _tile_arguments(what: str, k: int, columns: int, bits: int) -> None:
+    if not 1 <= bits <= 8 or columns < k or columns % 32:
+        raise ArgumentError(
+            f"{what}: got {bits} bits and {columns} columns for {k} columns of codes; expected 1 to 8 bits, and a "
+            f"multiple of 32 that is at least {k}"
+        )
+
+
+# -- conversions -------------------------------------------------------------------------------------------------------
+
+
+def affine_parts(a: Any, *, by_row: bool = False) -> tuple[Part, ...]:
+    """Codes (bytes), scale, zero point, offset of a matrix; see part_index and zero_at in src/dequantize.h.
+
+    by_row: scales, zero points and offsets are stored row by row even if codes are in tiles (GIVEN in src/qparams.h).
+    """
+    tiles = a.store == library.TILES
+    codes = (count_tiles(a.n) if tiles else a.n) * a.stride
+    if tiles and a.row_block == 1 and not by_row:
+        count = (((a.n - 1) // TILE + 1) * a.groups - 1) * TILE + (a.n - 1) % TILE + 1
+    else:
+        count = -(-a.n // a.row_block) * a.groups
+    zero = Part("zero_point", a.zero_point, count)
+    if a.zero_point and a.zero_bits:
+        zero = Part("zero_point", U8, -(-a.n // a.row_block) * (-(-a.groups * a.zero_bits // 8)))
+    return (Part("codes", U8, codes), Part("scale", a.scale, count), zero, Part("offset", a.offset, count))
+
+
+def _addresses(what: str, a: Any, parts: Sequence[Tensor | None], *, by_row: bool = False) -> list[int | None]:
+    codes, *others = parts
+    expected = affine_parts(a, by_row=by_row)
+    if codes is None or a.n < 1 or a.k < 1 or a.group < 1 or a.groups * a.group < a.k or a.row_block < 1:
+        raise ArgumentError(f"{what}: needs codes and a non-empty matrix")
+    found: list[int | None] = [address(codes, f"{what}: codes", _BYTES, expected[0].least)]
+    for part, need in zip(others, expected[1:], strict=True):
+        found.append(optional_address(part, f"{what}: {need.name}", need.kind, need.least))
+    return found
+
+
+def dequantize(a: Any, parts: Sequence[Tensor | None], index: Tensor | None, out: Tensor, threads: int) -> None:
+    """Dequantize rows ``index`` (None: all) of a quantized matrix into ``out``.
+
+    parts: codes, scale, zero point, offset. index: int64. Raises IndexError if out of range, and ArgumentError.
+    """
+    rows = a.n if index is None else index.numel()
+    found = _addresses("dequantize", a, parts)
+    where = None if index is None else address(index, "embedding: index", (torch.int64,), rows)
+    target = address(out, "dequantize: result", DTYPES[a.x], rows * a.k, exact=True)
+    if not rows:
+        return
+    status = native_function("pw_dequantize")(ctypes.addressof(a), *found, where, rows, target, threads)
+    if status == 1:
+        assert index is not None
+        raise IndexError(
+            f"index out of range{in_layer()}: a quantized table has rows 0 to {a.n - 1}, got indices "
+            f"{int(index.min())} to {int(index.max())}"
+        )
+    check_status(status, "dequantize")
+
+
+def quantize(q: Any, x: Tensor, parts: Sequence[Tensor | None], sums: Tensor, threads: int) -> None:
+    """Quantize a float matrix [n, k] with any row stride; ``q.rule`` decides whether ``parts`` are read or written.
+
+    sums: float64 [2 + 2 n]. Raises MemoryError, ArgumentError.
+    """
+    a = q.to
+    source, step = _rows("quantize", a, x)
+    found = _addresses("quantize", a, parts, by_row=q.rule == GIVEN)
+    room = address(sums, "quantize: sums", (torch.float64,), 2 + 2 * a.n)
+    status = native_function("pw_quantize")(ctypes.addressof(q), source, step, *found, room, threads)
+    check_status(status, f"quantize: a tensor of {list(x.shape)}")
+
+
+def ranges(a: Any, x: Tensor, ends: Tensor, threads: int) -> None:
+    """Minimum and maximum of each group of each row of x [n, k], written to ends [n, groups, 2] of x's dtype."""
+    source, step = _rows("ranges", a, x)
+    target = address(ends, "ranges: result", DTYPES[a.x], a.n * a.groups * 2, exact=True)
+    check_status(native_function("pw_ranges")(ctypes.addressof(a), source, step, target, threads), "ranges")
+
+
+def _rows(what: str, a: Any, x: Tensor) -> tuple[int, int]:
+    """Address and row stride (in elements) of x: [n, k] with contiguous rows, or contiguous with n * k elements."""
+    if x.ndim == 2 and tuple(x.shape) == (a.n, a.k) and (x.stride(1) == 1 or a.k == 1) and x.stride(0) >= a.k:
+        return address(x, f"{what}: input", DTYPES[a.x], a.n * a.k, contiguous=False, exact=True), x.stride(0)
+    return address(x, f"{what}: input", DTYPES[a.x], a.n * a.k, exact=True), a.k
+
+
+def finite(x: Tensor, threads: int) -> bool:
+    """Whether x is free of NaN and inf. x: dense memory without gaps, contiguous or transposed."""
+    dense = x.is_contiguous() or (x.ndim >= 2 and x.mT.is_contiguous())
+    if not dense:
+        raise ArgumentError(
+            f"finite: expected memory without gaps, got {list(x.shape)} with strides {list(x.stride())}"
+        )
+    at = address(x, "finite: input", tuple(FLOAT_KINDS), 0, contiguous=False)
+    return bool(native_function("pw_finite")(at, KINDS[x.dtype], x.numel(), threads))
+
+
+# -- blocks of GGUF files ----------------------------------------------------------------------------------------------
+
+GGUF_PIECE = 4096  # elements with sums of their own, as in src/abi.h
+# number of a type -> (elements, bytes) of a block, as in src/abi.h
+GGUF_BLOCKS = {
+    2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 10: (256, 84), 11: (256, 110), 12: (256, 144),
+    13: (256, 176), 14: (256, 210), 20: (32, 18), 23: (256, 136),
+}  # fmt: skip
+
+
+def gguf_quantize(type_: int, x: Tensor, importance: Tensor | None, out: Tensor, sums: Tensor, threads: int) -> bool:
+    """Quantize the rows of x [.., k] to blocks of a GGUF type. False if a scale is beyond float16: ``out`` is then not
+    valid.
+
+    importance: float32 [k]. out: uint8 with the bytes of the blocks. sums: float64 [pieces, 2], sums of x**2 and
+    (value - x)**2 of each GGUF_PIECE elements.
+    """
+    if type_ not in GGUF_BLOCKS or x.ndim < 1 or x.dtype not in FLOAT_KINDS:
+        raise ArgumentError(f"gguf: got type {type_} for {list(x.shape)} {x.dtype}; known types: {[*GGUF_BLOCKS]}")
+    (elements, size), n, k = GGUF_BLOCKS[type_], x.numel(), x.shape[-1]
+    if not k or k % elements:
+        raise ArgumentError(f"gguf: rows of {k} elements are not whole blocks of {elements}")
+    source = address(x, "gguf: input", tuple(FLOAT_KINDS), n, exact=True)
+    weights = None if importance is None else address(importance, "gguf: importance", (torch.float32,), k, exact=True)
+    target = address(out, "gguf: result", (torch.uint8,), n // elements * size, exact=True)
+    room = address(sums, "gguf: sums", (torch.float64,), 2 * -(-n // GGUF_PIECE), exact=True)
+    if not n:
+        return True
+    status = native_function("pw_gguf_quantize")(type_, source, KINDS[x.dtype], n, k, weights, target, room, threads)
+    if status == 1:
+        return False
+    check_status(status, "gguf")
+    return True
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+def optimizer_steps(jobs: Any, count: int, threads: int) -> None:
+    """Run ``count`` steps (an array of Job, whose addresses came from :func:`address`). Raises MemoryError."""
+    status = native_function("pw_optim_steps")(ctypes.addressof(jobs), count, threads)
+    check_status(status, f"optimizer step of {count} parameters")
+
+
+def probe(what: int, buffer: Tensor | None, count: int, threads: int) -> int:
+    """Bytes or operations of a benchmark loop in src/bandwidth_probe.h. count: bytes of ``buffer``, or rounds."""
+    at = 0 if buffer is None else address(buffer, "probe: buffer", (torch.float32,), -(-count // 4))
+    return int(native_function("pw_probe")(what, at, count, threads))

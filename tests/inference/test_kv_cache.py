@@ -1,0 +1,210 @@
+"""QuantizedCache: a reference that quantizes the whole history, greedy tokens, beams, crops, true bytes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM
+
+import pennyweight as pw
+from pennyweight.core.numerics import sqnr
+from pennyweight.inference.kv_cache import BITS, QuantizedCache, QuantizedLayer
+from tests.integrations.small import IDS, llama, tokens
+
+
+def by_hand(x: Tensor, bits: int, group: int, residual: int, along_tokens: bool) -> Tensor:
+    """x [B, H, L, D] with its old groups rounded: written with plain arithmetic, nothing of the library."""
+    old = max(0, x.shape[2] - residual) // group * group
+    past, rest = x[:, :, :old], x[:, :, old:]
+    y = past.transpose(-1, -2) if along_tokens else past
+    out = torch.zeros_like(y)
+    for start in range(0, y.shape[-1], group):
+        g = y[..., start : start + group]
+        lo, hi = g.amin(-1, keepdim=True), g.amax(-1, keepdim=True)
+        scale = (hi - lo) / (2**bits - 1)
+        codes = ((g - lo) / scale.clamp(min=1e-12)).round()
+        out[..., start : start + group] = codes * scale + lo
+    return torch.cat([out.transpose(-1, -2) if along_tokens else out, rest], 2)
+
+
+def stream(length: int, channels: int = 24) -> tuple[Tensor, Tensor]:
+    x = torch.randn(2, 2, 3, length, channels)
+    x[0, ..., 5] *= 20  # a large channel of keys
+    return x[0], x[1]
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("group", [8, 16])
+@pytest.mark.parametrize("steps", [[50], [1] * 50, [7, 1, 1, 30, 11]], ids=["prefill", "one by one", "mixed"])
+def test_the_past_is_the_reference_however_it_came(bits: int, group: int, steps: list[int]) -> None:
+    keys, values = stream(50)
+    layer, at = QuantizedLayer(bits, group, residual=9), 0
+    pw.reset_fallbacks()
+    for n in steps:
+        now = slice(at, at + n)
+        out = layer.update(keys[:, :, now], values[:, :, now])
+        for got, x, along in zip(out, (keys, values), (True, False), strict=True):
+            expected = by_hand(x[:, :, :at], bits, group, 9, along)
+            torch.testing.assert_close(got[:, :, :at], expected, atol=2e-5, rtol=2e-5)
+            assert torch.equal(got[:, :, at : at + n], x[:, :, now])  # this call's own tokens are exact
+        at += n
+        assert layer.get_seq_length() == at
+        assert layer.get_mask_sizes(3) == (at + 3, 0)
+    assert pw.fallbacks() == {}
+    assert isinstance(layer.past_keys, pw.AffineQuantizedTensor)
+    assert layer.past_keys.shape[2] == 41 // group * group
+
+
+def test_codes_do_not_depend_on_how_the_tokens_came() -> None:
+    keys, values = stream(64)
+    one, many = QuantizedLayer(4, 16, 8), QuantizedLayer(4, 16, 8)
+    one.update(keys, values)
+    for i in range(64):
+        many.update(keys[:, :, i : i + 1], values[:, :, i : i + 1])
+    for a, b in zip(one.stored, many.stored, strict=True):
+        assert a.shape == b.shape
+        assert torch.equal(a.dequantize() if hasattr(a, "spec") else a, b.dequantize() if hasattr(b, "spec") else b)
+
+
+def test_large_channels_of_keys_do_not_hurt_the_others() -> None:
+    keys, values = stream(96)
+    layer = QuantizedLayer(4, 32, 0)
+    layer.update(keys, values)
+    small = [c for c in range(24) if c != 5]
+    assert layer.past_keys is not None
+    assert sqnr(keys[..., small], layer.past_keys.dequantize()[..., small]) > 19
+    per_token = QuantizedLayer(4, 32, 0)
+    per_token.update(values, keys)  # the other way round: token by token
+    assert per_token.past_values is not None
+    assert sqnr(keys[..., small], per_token.past_values.dequantize()[..., small]) < 10
+
+
+# -- in a model --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", [lambda c: QuantizedCache(c.config), lambda c: QuantizedCache()])
+def test_tokens_are_those_of_a_float_cache_while_the_residual_covers_all(cache: Any) -> None:
+    model = llama()
+    mine = cache(model)
+    assert tokens(model, past_key_values=mine) == tokens(model)
+    assert len(mine) == 2
+    assert mine.get_seq_length() == IDS.shape[1] + 7
+
+
+@pytest.mark.parametrize(("bits", "least"), [(8, 40), (6, 28), (4, 14)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_stay_near_those_of_a_float_cache(bits: int, least: float, dtype: torch.dtype) -> None:
+    model = llama(num_key_value_heads=2).to(dtype)  # two query heads for each of keys
+    ids = torch.randint(3, 200, (2, 80))
+    cache, exact = QuantizedCache(model.config, bits=bits, residual=4), DynamicCache()
+    with torch.no_grad():
+        for part in (ids[:, :70], *ids[:, 70:].split(1, 1)):
+            got = model(part, past_key_values=cache, use_cache=True).logits
+            expected = model(part, past_key_values=exact, use_cache=True).logits
+    assert cache.layers[0].past_keys.shape[2] == 64
+    if dtype == torch.float32:
+        assert sqnr(expected, got) > least
+    else:
+        assert sqnr(expected.float(), got.float()) > min(least, 25)
+
+
+def test_bytes_are_true() -> None:
+    length, group, residual = 512, 32, 32
+    keys, values = torch.randn(2, 2, 4, length, 64).bfloat16()
+    exact = keys.nbytes + values.nbytes
+    for bits, times in ((8, 1.695), (4, 2.813), (2, 4.197)):
+        cache = QuantizedCache(bits=bits, group=group, residual=residual)
+        cache.update(keys, values, 0)
+        old = length - residual
+        numbers = 2 * 2 * 4 * old * 64
+        expected = numbers * bits // 8 + numbers // group * 4 + 2 * 2 * 4 * residual * 64 * 2
+        assert cache.nbytes == expected
+        assert sum(t.untyped_storage().nbytes() for t in cache.layers[0].stored) == expected
+        assert exact / cache.nbytes == pytest.approx(times, abs=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:`generation_config` default values have been modified")
+def test_beam_search() -> None:
+    model = llama()
+    expected = tokens(model, num_beams=3)
+    assert tokens(model, num_beams=3, past_key_values=QuantizedCache(model.config)) == expected
+    cache = QuantizedCache(model.config, bits=8, group=4, residual=2)
+    assert tokens(model, num_beams=3, past_key_values=cache) == expected
+    assert cache.layers[0].past_keys.shape[0] == 2 * 3
+    assert isinstance(cache.layers[0].past_keys, pw.AffineQuantizedTensor)
+
+
+def test_sequences_are_chosen_on_the_codes() -> None:
+    keys, values = stream(40)
+    layer = QuantizedLayer(4, 8, 5)
+    layer.update(keys, values)
+    before = [t.dequantize() if hasattr(t, "spec") else t for t in layer.stored]
+
+    def check(index: list[int]) -> None:
+        for x, t in zip(before, layer.stored, strict=True):
+            assert torch.equal(t.dequantize() if hasattr(t, "spec") else t, x[index])
+
+    pw.reset_fallbacks()
+    layer.reorder_cache(torch.tensor([1, 0]))
+    check([1, 0])
+    layer.batch_repeat_interleave(2)
+    check([1, 1, 0, 0])
+    layer.batch_select_indices(torch.tensor([True, False, False, True]))
+    check([1, 0])
+    assert pw.fallbacks() == {}
+    layer.offload()
+    layer.prefetch()
+    check([1, 0])
+    layer.reset()
+    assert layer.get_seq_length() == 0
+    layer.update(keys, values)
+    assert layer.get_seq_length() == 40
+
+
+@pytest.mark.parametrize("count", [0, 3, 5, 8, 9, 20, 39, 40])
+def test_crop(count: int) -> None:
+    keys, values = stream(40)
+    layer = QuantizedLayer(8, 8, 5)
+    layer.update(keys, values)
+    whole = layer.update(keys[:, :, :0], values[:, :, :0])
+    layer.crop(-count)
+    assert layer.get_seq_length() == 40 - count
+    got = layer.update(keys[:, :, :0], values[:, :, :0])
+    for a, b in zip(got, whole, strict=True):
+        torch.testing.assert_close(a, b[:, :, : 40 - count], atol=1e-5, rtol=1e-5)
+    layer.update(keys[:, :, :30], values[:, :, :30])
+    assert layer.get_seq_length() == 70 - count
+
+
+def test_crop_refuses_what_it_cannot_do() -> None:
+    layer = QuantizedLayer()
+    layer.crop(-1)  # nothing there yet: layers that share another's keys are never filled
+    layer.update(*stream(4))
+    for wrong in (1, -5):
+        with pytest.raises(ValueError, match=f"from -4 .all tokens. to 0, got {wrong}"):
+            layer.crop(wrong)
+
+
+def test_layers_with_a_window_are_as_they_were() -> None:
+    config = MistralConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, sliding_window=6, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = MistralForCausalLM(config).eval()
+    cache = QuantizedCache(config, group=4, residual=0)
+    assert tokens(model, past_key_values=cache) == tokens(model)
+    assert all(cache.is_sliding)
+    assert cache.nbytes == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def test_bad_settings_and_values() -> None:
+    for wrong in ({"bits": 1}, {"bits": 16}, {"group": 0}, {"group": 2.0}, {"residual": -1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            QuantizedCache(**wrong)
+    keys, values = stream(40)
+    keys[0, 0, 3, 2] = float("inf")
+    with pytest.raises(ValueError, match="keys of a cache: 1 of"):
+        QuantizedLayer(8, 8, 0).update(keys, values)
