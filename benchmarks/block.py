@@ -73,7 +73,7 @@ def bert() -> tuple[BertLayer, NativeBlock, int]:
         NormStep(6, 1, layer_norm(m.output.LayerNorm)),
     )
     block = native(Steps(steps, (d, d, d, d, d, d, d, f, d), torch.float32))
-    pw.freeze_(m)
+    pw.inference.freeze_(m)
     return m, block, 4 * d * d + 2 * d * f
 
 
@@ -100,7 +100,7 @@ def llama() -> tuple[LlamaDecoderLayer, NativeBlock, LlamaConfig, int]:
     )
     kv = heads.shared * heads.size
     block = native(Steps(steps, (d, d, d, kv, kv, d, d, f), torch.bfloat16))
-    pw.freeze_(m)
+    pw.inference.freeze_(m)
     return m, block, config, nbytes
 
 

@@ -65,7 +65,7 @@ def main() -> None:
         plain, layer, frozen = (nn.Linear(64, 64, bias=False, dtype=dtype) for _ in range(3))
         w = prepare(AffineQuantizedTensor.from_float(plain.weight, spec, act=act))
         layer.weight = frozen.weight = nn.Parameter(w, requires_grad=False)
-        pw.freeze_(frozen)
+        pw.inference.freeze_(frozen)
         x = torch.randn(1, 64, dtype=dtype)
         chosen, (_, kernel, parts) = select("linear", case_of(w, dtype)).name, bind(w, dtype)
         tensors, key = flatten(w)[0], graph_key(w, dtype)

@@ -29,27 +29,59 @@ from typing import TYPE_CHECKING, Any
 from .support.version import __version__
 
 if TYPE_CHECKING:
-    from .algorithms import AccuracyWarning, calibrate, improve, sample, search, sparsify_
-    from .core.fallback import FallbackError, FallbackWarning, fallbacks, reset_fallbacks, strict
+    from . import algorithms as algorithms
+    from . import distributed as distributed
+    from . import export as export
+    from . import inference as inference
+    from . import integrations as integrations
+    from . import io as io
+    from . import kernels as kernels
+    from . import optim as optim
+    from . import report as report
+    from . import training as training
+    from .algorithms import AccuracyWarning, calibrate, search, sparsify_
+    from .core.fallback import FallbackError, FallbackWarning, fallbacks, reset_fallbacks
     from .core.formats import Format, get_format
     from .core.spec import ActivationSpec, QuantSpec
     from .core.tensor import AffineQuantizedTensor
     from .export.lower_graph import lower
-    from .inference import FrozenLinear, Recommendation, explain, freeze_, fuse_, recommend, thaw_, together
+    from .inference import Recommendation, explain, fuse_, recommend
     from .integrations.transformers import PennyweightConfig as PennyweightConfig
-    from .io import (
-        CheckpointError,
-        Opened,
-        convert,
-        flatten,
-        load,
-        open,
-        push_to_hub,
-        quantize_checkpoint,
-        save,
-        unflatten,
-    )
+    from .io import CheckpointError, Opened, convert, load, open, push_to_hub, quantize_checkpoint, save
     from .planning.configs import *  # noqa: F403
+    from .planning.configs.floating import (
+        float8_dynamic_activation_float8_weight as float8_dynamic_activation_float8_weight,
+    )
+    from .planning.configs.floating import (
+        float8_static_activation_float8_weight as float8_static_activation_float8_weight,
+    )
+    from .planning.configs.floating import (
+        float8_weight_only as float8_weight_only,
+    )
+    from .planning.configs.floating import (
+        fpx_weight_only as fpx_weight_only,
+    )
+    from .planning.configs.integer import (
+        int4_weight_only as int4_weight_only,
+    )
+    from .planning.configs.integer import (
+        int8_dynamic_activation_int4_weight as int8_dynamic_activation_int4_weight,
+    )
+    from .planning.configs.integer import (
+        int8_dynamic_activation_int8_weight as int8_dynamic_activation_int8_weight,
+    )
+    from .planning.configs.integer import (
+        int8_static_activation_int8_weight as int8_static_activation_int8_weight,
+    )
+    from .planning.configs.integer import (
+        int8_weight_only as int8_weight_only,
+    )
+    from .planning.configs.integer import (
+        intx_weight_only as intx_weight_only,
+    )
+    from .planning.configs.integer import (
+        uintx_weight_only as uintx_weight_only,
+    )
     from .planning.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
     from .quantize import (
         PerformanceWarning,
@@ -62,13 +94,12 @@ if TYPE_CHECKING:
         quantize_,
         register_quantize_module_handler,
     )
-    from .report import Comparison, Golden, Verification, assert_kl, compare, golden, verify
+    from .report import Comparison, compare
     from .support.errors import ArgumentError
-    from .training import QATConfig, distillation_loss, enable_fake_quant
+    from .training import QATConfig
 
 __all__ = [
     "AOBaseConfig",
-    "AOPerModuleConfig",
     "AccuracyWarning",
     "ActivationSpec",
     "AffineQuantizedTensor",
@@ -86,8 +117,6 @@ __all__ = [
     "Float8WeightOnlyConfig",
     "Format",
     "FqnToConfig",
-    "FrozenLinear",
-    "Golden",
     "Granularity",
     "Int4WeightOnlyConfig",
     "Int8DynamicActivationInt4WeightConfig",
@@ -99,7 +128,6 @@ __all__ = [
     "MXDynamicActivationMXWeightConfig",
     "MXWeightOnlyConfig",
     "MappingType",
-    "ModuleFqnToConfig",
     "NF4WeightOnlyConfig",
     "NVFP4DynamicActivationNVFP4WeightConfig",
     "NVFP4WeightOnlyConfig",
@@ -120,33 +148,15 @@ __all__ = [
     "Scheme",
     "SpecConfig",
     "UIntXWeightOnlyConfig",
-    "Verification",
     "__version__",
-    "assert_kl",
     "calibrate",
     "compare",
     "convert",
     "dequantize_",
-    "distillation_loss",
-    "enable_fake_quant",
     "explain",
     "fallbacks",
-    "flatten",
-    "float8_dynamic_activation_float8_weight",
-    "float8_static_activation_float8_weight",
-    "float8_weight_only",
-    "fpx_weight_only",
-    "freeze_",
     "fuse_",
     "get_format",
-    "golden",
-    "improve",
-    "int4_weight_only",
-    "int8_dynamic_activation_int4_weight",
-    "int8_dynamic_activation_int8_weight",
-    "int8_static_activation_int8_weight",
-    "int8_weight_only",
-    "intx_weight_only",
     "load",
     "lower",
     "open",
@@ -157,16 +167,9 @@ __all__ = [
     "recommend",
     "register_quantize_module_handler",
     "reset_fallbacks",
-    "sample",
     "save",
     "search",
     "sparsify_",
-    "strict",
-    "thaw_",
-    "together",
-    "uintx_weight_only",
-    "unflatten",
-    "verify",
 ]
 
 # Records go where the program sends them: without a handler of its own, nowhere
@@ -184,7 +187,23 @@ _HOMES = {
     "FallbackError": "core.fallback", "FallbackWarning": "core.fallback", "Format": "core.formats",
     "PennyweightConfig": "integrations.transformers", "QuantSpec": "core.spec", "fallbacks": "core.fallback",
     "get_format": "core.formats", "lower": "export.lower_graph", "reset_fallbacks": "core.fallback",
-    "strict": "core.fallback",
+}  # fmt: skip
+# Public folders, imported at first use: pw.report.verify, pw.optim.AdamW8bit
+_FOLDERS = (
+    "algorithms", "distributed", "export", "inference", "integrations", "io", "kernels", "optim", "report", "training",
+)  # fmt: skip
+# torchao's names of configs before 0.10: promised for ever, and not shown
+_ALIASES = {
+    **dict.fromkeys(
+        ("float8_dynamic_activation_float8_weight", "float8_static_activation_float8_weight", "float8_weight_only",
+         "fpx_weight_only"),
+        "planning.configs.floating",
+    ),
+    **dict.fromkeys(
+        ("int4_weight_only", "int8_dynamic_activation_int4_weight", "int8_dynamic_activation_int8_weight",
+         "int8_static_activation_int8_weight", "int8_weight_only", "intx_weight_only", "uintx_weight_only"),
+        "planning.configs.integer",
+    ),
 }  # fmt: skip
 
 
@@ -204,9 +223,13 @@ def _is_command() -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__ or name in _HOMES:
+    if name in _FOLDERS:
         import_module(".startup", __name__)
-        for path in [_HOMES[name]] if name in _HOMES else _MODULES:
+        return import_module(f".{name}", __name__)
+    if name in __all__ or name in _HOMES or name in _ALIASES:
+        import_module(".startup", __name__)
+        known = _HOMES.get(name) or _ALIASES.get(name)
+        for path in [known] if known else _MODULES:
             try:
                 module = import_module(f".{path}", __name__)
             except ModuleNotFoundError as error:
@@ -223,13 +246,17 @@ def __getattr__(name: str) -> Any:
     if not name.startswith("_"):
         from .support.arguments import did_you_mean
 
-        guess = did_you_mean(name, __all__, 3, 0.6)
+        folders = [import_module(f".{folder}", __name__) for folder in _FOLDERS]
+        inside = [folder.__name__ for folder in folders if name in getattr(folder, "__all__", ())]
+        guess = f"; it is {inside[0]}.{name}" if inside else did_you_mean(name, __all__, 3, 0.6)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{guess}")
 
 
 def __dir__() -> list[str]:
     own = {name for name, value in globals().items() if getattr(value, "__name__", "").startswith(f"{__name__}.")}
-    return sorted({*own, *__all__, *_HOMES, "__version__", "__doc__", "__all__", "__path__", "__file__", "__name__"})
+    own -= _ALIASES.keys()
+    shown = {*own, *__all__, *_HOMES, *_FOLDERS}
+    return sorted({*shown, "__version__", "__doc__", "__all__", "__path__", "__file__", "__name__"})
 
 
 if not _is_command():

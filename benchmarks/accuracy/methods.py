@@ -144,7 +144,7 @@ def _codes_learned(config: Make, *more: Callable[[Subject], Any]) -> Callable[[S
     def data(subject: Subject, model: nn.Module) -> list[Any]:
         import pennyweight as pw
 
-        written = pw.sample(model, WRITTEN, 256) if subject.kind == "causal" else []
+        written = pw.algorithms.sample(model, WRITTEN, 256) if subject.kind == "causal" else []
         return [*_batches(subject), *written]
 
     return _quantized(config, lambda subject: ["auto", *(step(subject) for step in more)], data)
@@ -174,7 +174,7 @@ def _improved(config: Make, algorithm: str) -> Callable[[Subject, nn.Module], An
 
         batches = subject.calibration()
         pw.quantize_(model, config(), _layers_of(subject), calibration=batches, algorithm=algorithm)
-        pw.improve(model, subject.model(), batches)
+        pw.algorithms.improve(model, subject.model(), batches)
         return _as_run(model, subject)
 
     return run
@@ -197,7 +197,7 @@ def _own_text(subject: Subject, model: nn.Module) -> Any:
     """What the model itself writes."""
     import pennyweight as pw
 
-    return pw.sample(model, 64, 256)
+    return pw.algorithms.sample(model, 64, 256)
 
 
 def _spec(text: str, *group: int, rule: str | None = None, **fields: Any) -> Make:

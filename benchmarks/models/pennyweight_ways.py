@@ -30,7 +30,7 @@ def finish(model: Any, grouped: bool = False) -> str:
     if hasattr(pw, "fuse_"):
         pw.fuse_(model)
         return "fuse_"
-    pw.freeze_(model)
+    pw.inference.freeze_(model)
     if grouped:
         from pennyweight.integrations.attention import use_grouped_attention
 

@@ -93,11 +93,11 @@ def main() -> None:
 
     # For inference, a layer can call its kernel without the tensor subclass, which saves a little at each call.
     before = small(x)
-    pw.freeze_(small)
-    assert isinstance(small[2], pw.FrozenLinear)
+    pw.inference.freeze_(small)
+    assert isinstance(small[2], pw.inference.FrozenLinear)
     assert torch.equal(small(x), before)
     assert list(small.state_dict()) == list(model.state_dict())
-    pw.thaw_(small)
+    pw.inference.thaw_(small)
 
     # Dequantize: plain tensors with the same values.
     pw.dequantize_(small)

@@ -115,7 +115,7 @@ def main() -> None:
 
     # An op without a kernel for codes runs on a dequantized copy. The fallback is counted, and an error under strict().
     pw.reset_fallbacks()
-    with pw.strict():
+    with pw.kernels.strict():
         model(x)  # no such op in this model
         try:
             model[0].weight.softmax(0)

@@ -53,7 +53,7 @@ def main() -> None:
         pw.save(model, folder / "shards", max_shard_bytes=60_000)
         show("in shards", folder / "shards")
         assert torch.equal(pw.load(folder / "shards", empty())(x), y)
-        tensors, metadata = pw.flatten(model.state_dict())
+        tensors, metadata = pw.io.flatten(model.state_dict())
         safetensors.torch.save_file(tensors, folder / "own.safetensors", metadata)
         print(f"plain tensors in a file: {', '.join(sorted(tensors))}")
         assert torch.equal(pw.load(folder / "own.safetensors", empty())(x), y)

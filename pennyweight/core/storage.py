@@ -15,9 +15,9 @@ import torch
 REFUSAL = (
     "the memory of a quantized tensor holds codes and scales, not numbers of its dtype, so it cannot be read or "
     "written as such. Save a model with pennyweight.save(model, folder) and load it with pennyweight.load(folder, "
-    "model). Save a transformers or diffusers model with model.save_pretrained(folder). For other "
-    "writers, pennyweight.flatten(model.state_dict()) returns plain tensors and metadata. tensor.dequantize() returns "
-    "a float copy"
+    "model). Save a transformers or diffusers model with model.save_pretrained(folder). For other writers, "
+    "pennyweight.io.flatten(model.state_dict()) returns plain tensors and metadata. tensor.dequantize() returns a "
+    "float copy"
 )
 
 

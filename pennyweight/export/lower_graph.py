@@ -79,7 +79,7 @@ def lower(model: nn.Module) -> Lowered:
     if not isinstance(model, GraphModule):
         raise ArgumentError(
             f"lower: needs a graph of torch.export with quantize and dequantize operators, got {type(model).__name__}; "
-            "for a module use pw.quantize_ and pw.freeze_"
+            "for a module use pw.quantize_ and pw.inference.freeze_"
         )
     model = _copy(model)
     rows, known = [], {}  # type: ignore[var-annotated]

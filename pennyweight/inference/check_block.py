@@ -65,7 +65,7 @@ def compare(what: str, error: float, limit: float, kind: str = "block") -> None:
         raise CheckError(
             f"{what} of the fused {kind} differs from that of its own forward by {error:.1e} (mean |difference| / mean "
             f"|{'change' if kind == 'block' else 'output'}|), the limit is {limit:.0e}; call "
-            "pennyweight.thaw_(model) and report this"
+            "pennyweight.inference.thaw_(model) and report this"
         )
 
 

@@ -93,8 +93,8 @@ def freeze_(model: nn.Module) -> Report:
     >>> import torch, pennyweight as pw
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 8)).requires_grad_(False)
     >>> report = pw.quantize_(model, "int8")
-    >>> report = pw.freeze_(model)
-    >>> isinstance(model[0], pw.FrozenLinear)
+    >>> report = pw.inference.freeze_(model)
+    >>> isinstance(model[0], pw.inference.FrozenLinear)
     True
     """
     rows = []

@@ -80,8 +80,8 @@ class FusedBlock(FusedModule):
 @check_arguments()
 def fuse_(model: nn.Module, example: Any = None) -> Report:
     """Convert transformer blocks to :class:`FusedBlock`, convolution nets to :class:`FusedConvNet` and quantized linear
-    layers to :class:`~pennyweight.FrozenLinear`, in place. Returns a report: a row for each block, fused or with the
-    reason why it is not, and one for each quantized parameter.
+    layers to :class:`FrozenLinear`, in place. Returns a report: a row for each block, fused or with the reason why it
+    is not, and one for each quantized parameter.
 
     example   an input of the model: a tensor, a tuple of arguments, or a mapping of keyword arguments. Default: made
               from the config for models of transformers (also as a part, as in a SentenceTransformer), random rows for
@@ -108,7 +108,7 @@ def fuse_(model: nn.Module, example: Any = None) -> Report:
     >>> report = pw.fuse_(model, x)
     >>> torch.allclose(model(x), before, rtol=1e-3, atol=1e-3)
     True
-    >>> report = pw.thaw_(model)
+    >>> report = pw.inference.thaw_(model)
     """
     rows: list[Row] = []
     notes: list[str] = []

@@ -1,5 +1,5 @@
-"""State dicts: pw.flatten and pw.unflatten, which convert quantized tensors to and from plain tensors plus metadata;
-the items to write of a state dict; and the slots of a model that its tensors fill."""
+"""State dicts: flatten and unflatten, which convert quantized tensors to and from plain tensors plus metadata; the
+items to write of a state dict; and the slots of a model that its tensors fill."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 Files for GPUs are imported with the first weight on a GPU, or when all rows or a layout of theirs are asked for.
 """
 
+from ..core.fallback import strict
 from ..core.layouts import register_layout_later
 from . import (
     convolution,
@@ -60,6 +61,7 @@ __all__ = [
     "register_later",
     "repack",
     "select",
+    "strict",
     "torch_int4",
     "torch_int8",
 ]  # fmt: skip

@@ -20,8 +20,8 @@ def expected_beside(path: str | os.PathLike[str]) -> Golden:
     folder = folder_of(path)
     if not os.path.isfile(os.path.join(folder, FILE)):
         raise CheckpointError(
-            folder, None, f"has no {FILE} to verify with; create one with pw.golden(model, batches).save(folder) or "
-            "pennyweight verify --make"
+            folder, None, f"has no {FILE} to verify with; create one with pw.report.golden(model, batches)"
+            ".save(folder) or pennyweight verify --make"
         )  # fmt: skip
     return Golden.load(folder)
 

@@ -217,7 +217,7 @@ def verify(
     if bound is not None:
         check_number("bound", bound, positive=True)
     if not isinstance(expected, (Golden, str, os.PathLike)):
-        raise ArgumentTypeError(f"expected must be what pw.golden returned, or its path, got {show(expected)}")
+        raise ArgumentTypeError(f"expected must be what pw.report.golden returned, or its path, got {show(expected)}")
     expected = expected if isinstance(expected, Golden) else Golden.load(expected)
     model = unwrapped(model)
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))

@@ -189,7 +189,7 @@ def test_search_measures_tables_that_are_solved_for_both() -> None:
 @pytest.mark.parametrize("kind", ["tied", "headless"])
 def test_improve_is_not_worse_than_before(kind: str) -> None:
     model = quantized(kind, "nearest")[0]
-    report = pw.improve(model, model_of(kind), FEW)
+    report = pw.algorithms.improve(model, model_of(kind), FEW)
     assert error(model, model_of(kind), TEST) < nearest(kind)
     row = next(row for row in report.rows if row.name == "embed.weight")
     assert "products and lookups; held-out divergence" in row.note

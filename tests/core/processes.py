@@ -28,7 +28,7 @@ def conv_net() -> nn.Module:
 
 def frozen() -> nn.Module:
     model = net("int8")
-    pw.freeze_(model)
+    pw.inference.freeze_(model)
     return model
 
 

@@ -126,7 +126,7 @@ def test_side_by_side_equals_module_swapping(shape: tuple[int, ...]) -> None:
     model, x = toy(), torch.randn(*shape)
     expected = swapped(model)(x)
     both = side_by_side(model)
-    with torch.no_grad(), pw.strict():
+    with torch.no_grad(), pw.kernels.strict():
         torch.testing.assert_close(both(x), expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(copy.deepcopy(both[2])(torch.relu(both[0](x))), expected, rtol=1e-5, atol=1e-5)
     state = both.state_dict()
@@ -194,7 +194,7 @@ def test_a_wrapper_as_input_is_asked_first(config: pw.AOBaseConfig, freeze: bool
     pw.quantize_(layer, config)
     expected = layer(x)
     if freeze:
-        pw.freeze_(layer)
+        pw.inference.freeze_(layer)
     for _ in range(2):  # the first call binds a kernel
         y: Any = layer(Wrapped(x))
         torch.testing.assert_close(unwrap(y), expected)

@@ -91,7 +91,7 @@ def test_nothing_in_the_model_changes():
 
 def test_frozen_layers_and_layers_with_parts():
     model = quantized()
-    pw.freeze_(model)
+    pw.inference.freeze_(model)
     assert "FrozenLinear(in_features=64, out_features=32, bias=True, weight=int4, groups of 32)" in repr(model)
     attention = nn.MultiheadAttention(64, 4)
     pw.quantize_(attention, "int8")

@@ -52,7 +52,7 @@ def test_sorting_channels_first_is_what_it_is_for() -> None:
 @EACH
 def test_rows_keep_the_order_and_channels_do_not(name: str) -> None:
     w = quantized(name)
-    with pw.strict():
+    with pw.kernels.strict():
         for part in (
             w[3],
             w[1:9],
@@ -71,7 +71,7 @@ def test_rows_keep_the_order_and_channels_do_not(name: str) -> None:
 
 def test_an_axis_of_one_entry_has_no_order() -> None:
     w = QT.from_float(torch.randn(5, 1), QuantSpec(INT8, (-1,))).with_(perm=torch.zeros(1, dtype=torch.int64))
-    with pw.strict():
+    with pw.kernels.strict():
         assert w.squeeze(1).perm is None
         assert w.expand(5, 7).perm is None
         assert torch.equal(w.expand(5, 7).dequantize(), w.dequantize().expand(5, 7))
@@ -80,13 +80,13 @@ def test_an_axis_of_one_entry_has_no_order() -> None:
 def test_joining() -> None:
     w = quantized("int4_perm")
     same = other(w).with_(perm=w.perm.long())
-    with pw.strict():
+    with pw.kernels.strict():
         joined = torch.cat([w, same])
         stacked = torch.stack([w, same])
     assert torch.equal(joined.dequantize(), torch.cat([w.dequantize(), same.dequantize()]))
     assert torch.equal(stacked.dequantize(), torch.stack([w.dequantize(), same.dequantize()]))
     for second in (other(w), w.with_(perm=None)):
-        with pw.strict(), pytest.raises(pw.FallbackError):
+        with pw.kernels.strict(), pytest.raises(pw.FallbackError):
             torch.cat([w, second])
 
 

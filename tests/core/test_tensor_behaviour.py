@@ -591,7 +591,7 @@ def test_a_fallback_is_counted_and_warned_about_once() -> None:
         warnings.simplefilter("error")
         assert torch.equal(torch.abs(w), w.dequantize().abs())
     assert pw.fallbacks() == {"aten.abs.default": 2}
-    with pw.strict(), pytest.raises(pw.FallbackError, match=r"call \.dequantize\(\) first"):
+    with pw.kernels.strict(), pytest.raises(pw.FallbackError, match=r"call \.dequantize\(\) first"):
         w.abs()
     assert pw.fallbacks() == {"aten.abs.default": 2}
     pw.reset_fallbacks()
@@ -606,7 +606,7 @@ def test_rows_of_the_table_that_dequantize_are_counted_without_a_warning() -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         F.linear(torch.ones(1, 96), w)
-        with pw.strict():
+        with pw.kernels.strict():
             F.linear(torch.ones(1, 96), w)
     assert pw.fallbacks() == {"linear/dequantize": 2}
 
@@ -620,11 +620,11 @@ def test_strict_is_of_the_thread_and_of_the_context() -> None:
             warnings.simplefilter("ignore")
             errors.append(w.abs().sum())
 
-    with pw.strict():
+    with pw.kernels.strict():
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-        with pw.strict(False):
+        with pw.kernels.strict(False):
             w.abs()
         with pytest.raises(pw.FallbackError):
             w.abs()

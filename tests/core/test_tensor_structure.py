@@ -144,7 +144,7 @@ BY_ROW = [n for n, spec in SPECS.items() if spec.block is not None and len(spec.
 def test_rows_stay_quantized(name: str, op: str) -> None:
     if name == "nvfp4" and op in ("cat", "cat_pieces", "stack"):
         pytest.skip("its block scales share one scale of the tensor, which two tensors do not")
-    with pw.strict():
+    with pw.kernels.strict():
         assert all_quantized(check(OPS[op][0], quantized(name)))
 
 
@@ -152,7 +152,7 @@ def test_rows_stay_quantized(name: str, op: str) -> None:
 @pytest.mark.parametrize("name", ["int8_group", "int4_group", "int4_bits", "torch_int4", "uint8_asymmetric",
                                   "uint4_asymmetric_bits", "tinygemm", "mxfp8"])  # fmt: skip
 def test_whole_groups_stay_quantized(name: str, op: str) -> None:
-    with pw.strict():
+    with pw.kernels.strict():
         assert all_quantized(check(OPS[op][0], quantized(name)))
 
 
@@ -160,14 +160,14 @@ def test_whole_groups_stay_quantized(name: str, op: str) -> None:
                                 "unflatten", "expand", "expand_row", "expand_column", "index", "index_last",
                                 "view_leading", "slice_stepped_last"])  # fmt: skip
 def test_one_scale_for_all_stays_quantized(op: str) -> None:
-    with pw.strict():
+    with pw.kernels.strict():
         assert all_quantized(check(OPS[op][0], quantized("int8_tensor")))
 
 
 @pytest.mark.parametrize("op", ["slice_across", "index_last", "index_select_last", "slice_stepped_last"])
 def test_one_scale_a_row_allows_any_column(op: str) -> None:
     for name in ("int8_row", "float8_row", "ternary_row"):
-        with pw.strict():
+        with pw.kernels.strict():
             assert all_quantized(check(OPS[op][0], quantized(name)))
 
 
@@ -182,14 +182,17 @@ def test_cutting_through_groups_is_a_counted_fallback() -> None:
         piece = w[:, 3:90]
     assert type(piece) is torch.Tensor
     assert pw.fallbacks() == {"aten.slice.Tensor": 1}
-    with pw.strict(), pytest.raises(pw.FallbackError, match=r"aten\.slice\.Tensor on a quantized tensor \(32, 96\)"):
+    with (
+        pw.kernels.strict(),
+        pytest.raises(pw.FallbackError, match=r"aten\.slice\.Tensor on a quantized tensor \(32, 96\)"),
+    ):
         w[:, 3:90]
 
 
 def test_convolution_weights_flatten_to_a_matrix() -> None:
     spec = SPECS["int8_row"].with_(block=(-1, -1, -1))
     w = QT.from_float(torch.randn(8, 4, 3, 3), spec)
-    with pw.strict():
+    with pw.kernels.strict():
         flat = check(lambda v: v.flatten(1), w)
         assert flat.spec.block == (-1,)
         check(lambda v: v.flatten(1).unflatten(1, (4, 3, 3)), w)

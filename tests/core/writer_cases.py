@@ -33,7 +33,7 @@ def net(config: str) -> nn.Module:
 
 def frozen() -> nn.Module:
     model = net("int8")
-    pw.freeze_(model)
+    pw.inference.freeze_(model)
     return model
 
 

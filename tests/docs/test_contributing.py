@@ -1,4 +1,4 @@
-"""The diffs of docs/development/adding.md apply to a copy of the package; their code and the tests of the entry run there."""
+"""The diffs of docs/development/adding.md apply to a copy of the package; their code and tests run there."""
 
 import os
 import re

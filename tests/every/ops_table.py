@@ -259,7 +259,7 @@ below. After an in-place op the operand holds the quantized result.
 
 * **native**: works on codes and scales, or on a selected kernel; nothing is dequantized silently.
 * **dequantizing row**: a row of the kernel table that dequantizes; counted in `pw.fallbacks()`, no warning.
-* **counted fallback**: runs on a dequantized copy; counted, warns once per operator, an error in `pw.strict()`.
+* **counted fallback**: runs on a dequantized copy; counted, warns once per operator, an error in `pw.kernels.strict()`.
 * **refused**: raises, with the reason.
 
 Several entries mean: it depends on which operand is quantized, and on whether blocks are split.

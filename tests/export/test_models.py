@@ -212,10 +212,10 @@ def test_products_with_a_transposed_weight(tmp_path: Path) -> None:
 def test_a_frozen_model(tmp_path: Path) -> None:
     model, path = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)).eval(), tmp_path / "frozen.onnx"
     pw.quantize_(model, UINT4)
-    pw.freeze_(model)
+    pw.inference.freeze_(model)
     report = export_onnx(model, (torch.randn(2, 64),), path)
     assert [r.name for r in report.quantized] == ["0.weight", "1.weight"]
-    assert isinstance(model[0], pw.FrozenLinear)
+    assert isinstance(model[0], pw.inference.FrozenLinear)
     assert_runs_alike(path, model, {report.inputs[0]: torch.randn(BATCH, 64)})
 
 

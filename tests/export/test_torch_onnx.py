@@ -26,7 +26,7 @@ def test_the_error_names_our_exporter(name: str, dynamo: bool, tmp_path: Path) -
     said = r"weight\w* is quantized, which torch.onnx.export cannot write.*pennyweight\.export\.onnx\.export_onnx"
     for frozen in (False, True):
         if frozen:
-            pw.freeze_(model)
+            pw.inference.freeze_(model)
         with pytest.raises(torch.onnx.OnnxExporterError, match=said), torch.no_grad():
             torch.onnx.export(model, (x,), str(tmp_path / "m.onnx"), dynamo=dynamo, verbose=False)
 

@@ -88,7 +88,7 @@ def test_fused_blocks(model: Net) -> None:
     assert "not fused in 2 calls of fused blocks: gradients are enabled" in str(pw.explain(x, model))
     alone = pw.explain(x, model.encoder.layers[0])
     assert [row.name for row in alone.rows][:2] == ["model", "self_attn.in_proj_weight"]
-    pw.thaw_(model)
+    pw.inference.thaw_(model)
     assert kernels_of(model, x) == before
 
 
@@ -118,7 +118,7 @@ def test_fused_convolution_nets() -> None:
     other = copy.deepcopy(net)
     note = "Sequential: chains of convolutions; bound again at its next call"
     assert pw.explain(x, other).rows[0].note == note
-    pw.thaw_(net)
+    pw.inference.thaw_(net)
     assert kernels_of(net, x) == before
 
 

@@ -58,7 +58,7 @@ def frozen(scheme: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Sequenti
     """(a quantized model, the same frozen)"""
     model = net(scheme, dtype)
     other = copy.deepcopy(model)
-    report = pw.freeze_(other)
+    report = pw.inference.freeze_(other)
     assert len(report.quantized) == 2
     return model, other
 
@@ -95,11 +95,11 @@ def test_only_the_class_changes() -> None:
     model = net("nf4_double")
     before = [dict(module.__dict__) for module in model]
     named = [(n, id(t)) for n, t in (*model.named_parameters(), *model.named_buffers())]
-    pw.freeze_(model)
+    pw.inference.freeze_(model)
     assert [dict(module.__dict__) for module in model] == before
     assert [(n, id(t)) for n, t in (*model.named_parameters(), *model.named_buffers())] == named
     assert "weight=nf4, groups of 64" in repr(model)
-    assert isinstance(model[0], pw.FrozenLinear)
+    assert isinstance(model[0], pw.inference.FrozenLinear)
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:
@@ -186,14 +186,14 @@ def test_thaw_undoes_it_exactly(scheme: str) -> None:
     model = net(scheme)
     before = [(n, id(p)) for n, p in model.named_parameters()]
     dicts = [set(m.__dict__) for m in model]
-    assert pw.freeze_(model).summary().startswith("2 parameters frozen, 0 left alone")
-    assert [r.note for r in pw.freeze_(model).rows] == ["already frozen"] * 2
-    assert pw.thaw_(model).summary().startswith("2 parameters thawed")
+    assert pw.inference.freeze_(model).summary().startswith("2 parameters frozen, 0 left alone")
+    assert [r.note for r in pw.inference.freeze_(model).rows] == ["already frozen"] * 2
+    assert pw.inference.thaw_(model).summary().startswith("2 parameters thawed")
     assert [(n, id(p)) for n, p in model.named_parameters()] == before
     assert [set(m.__dict__) for m in model] == dicts
     assert [type(m) for m in model] == [nn.Linear, nn.LayerNorm, nn.Linear]
     assert list(model.buffers()) == []
-    assert pw.thaw_(model).rows == []
+    assert pw.inference.thaw_(model).rows == []
 
 
 def test_a_lone_layer_hooks_flags_and_attributes() -> None:
@@ -203,13 +203,13 @@ def test_a_lone_layer_hooks_flags_and_attributes() -> None:
     layer.register_buffer("passing", torch.zeros(3), persistent=False)
     seen: list[str] = []
     layer.register_forward_hook(lambda *_: seen.append("after"))
-    pw.freeze_(layer)
+    pw.inference.freeze_(layer)
     layer(torch.randn(1, 96))
     assert seen == ["after"]
     assert (layer.tag, layer.training, layer.in_features, layer.out_features) == ("mine", False, 96, 32)
     assert set(layer.state_dict()) == {"weight", "bias", "extra"}
     assert set(layer._buffers) == {"extra", "passing"}
-    pw.thaw_(layer)
+    pw.inference.thaw_(layer)
     assert layer._non_persistent_buffers_set == {"passing"}
 
 
@@ -235,7 +235,7 @@ def test_what_is_left_alone_and_why() -> None:
     model["trained"].weight.requires_grad_(True)
     x = torch.randn(3, 64)
     before = model["attention"](x, x, x)[0]
-    report = pw.freeze_(model)
+    report = pw.inference.freeze_(model)
     assert [r.name for r in report.quantized] == ["renamed.weight", "attention.out_proj.weight"]
     notes = {r.name: r.note for r in report.skipped}
     assert notes["own.weight"] == "Own at own.weight does more than F.linear, so it cannot be frozen"
@@ -245,10 +245,10 @@ def test_what_is_left_alone_and_why() -> None:
     }  # fmt: skip
     assert torch.equal(model["attention"](x, x, x)[0], before)  # it takes out_proj.weight and multiplies itself
     for frozen in (model["renamed"], copy.deepcopy(model["renamed"]), pickle.loads(pickle.dumps(model["renamed"]))):
-        assert isinstance(frozen, (pw.FrozenLinear, Renamed))  # what it can do it still can
+        assert isinstance(frozen, (pw.inference.FrozenLinear, Renamed))  # what it can do it still can
         assert frozen.shape() == (64, 64)
         assert torch.equal(frozen(x), model["renamed"](x))
-        pw.thaw_(frozen)
+        pw.inference.thaw_(frozen)
         assert type(frozen) is Renamed
 
 
@@ -283,7 +283,7 @@ def test_a_table_that_only_the_head_freezes() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(96, 64), "head": nn.Linear(64, 96, bias=False)})
     model["head"].weight = model["embed"].weight
     pw.quantize_(model, "int8")
-    (row,) = pw.freeze_(model).rows
+    (row,) = pw.inference.freeze_(model).rows
     assert row.note == "frozen at head.weight only; tied: head.weight"
     assert row.quantized
 
@@ -293,7 +293,7 @@ def test_tied_weights_stay_one_storage() -> None:
     model, index = Tied(), torch.tensor([3, 5])
     pw.quantize_(model, pw.Int8WeightOnlyConfig())
     y = model(index)
-    (row,) = pw.freeze_(model).quantized
+    (row,) = pw.inference.freeze_(model).quantized
     assert row.note.endswith("tied: a.weight, b.weight, again.weight")
     assert model.again is model.a
     for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.to(torch.float32)):
@@ -302,7 +302,7 @@ def test_tied_weights_stay_one_storage() -> None:
     other = model.to(torch.bfloat16)
     assert len(storages(other)) == 1
     assert other(index).dtype is torch.bfloat16
-    pw.thaw_(other)
+    pw.inference.thaw_(other)
     assert other.a.weight is other.b.weight is other.table.weight
 
 
@@ -329,7 +329,7 @@ def test_share_memory_and_meta() -> None:
     ice.share_memory()
     assert all(w.is_shared() for w in ice.parameters())
     assert ice.to("meta")[0].weight.parts.codes.is_meta
-    assert isinstance(ice[0], pw.FrozenLinear)
+    assert isinstance(ice[0], pw.inference.FrozenLinear)
 
 
 @pytest.mark.parametrize("scheme", FEW)
@@ -343,11 +343,11 @@ def test_copies_and_pickles_are_frozen_and_equal(scheme: str) -> None:
         y = ice(x)
         copies = [copy.deepcopy(ice), pickle.loads(pickle.dumps(ice)), torch.load(stream, weights_only=False)]
         for other in (*copies, nn.Sequential(*map(copy.copy, ice))):
-            assert isinstance(other[0], pw.FrozenLinear)
+            assert isinstance(other[0], pw.inference.FrozenLinear)
             assert other[0].weight.spec == ice[0].weight.spec
             assert torch.equal(other(x), y)
         assert copies[0][0].weight.parts.codes.data_ptr() != ice[0].weight.parts.codes.data_ptr()
-        pw.thaw_(copies[1])
+        pw.inference.thaw_(copies[1])
         assert type(copies[1][0]) is nn.Linear
         assert torch.equal(copies[1](x), y)
         assert torch.equal(ice(x), y)
@@ -376,7 +376,7 @@ def test_the_state_dict_is_that_of_the_model_before(scheme: str, tmp_path: Path)
         for assign in (True, False):
             _, cold = frozen(scheme)
             cold.load_state_dict(state, assign=assign)
-            assert isinstance(cold[0], pw.FrozenLinear)
+            assert isinstance(cold[0], pw.inference.FrozenLinear)
             assert torch.equal(cold(x), y)
         pw.save(ice, tmp_path)
         assert torch.equal(pw.load(tmp_path, net(scheme))(x), y)
@@ -420,7 +420,7 @@ def test_a_weight_that_is_written_to_or_replaced() -> None:
     torch.testing.assert_close(layer(x), F.linear(x, layer.weight.dequantize(), layer.bias))
     layer.weight = nn.Parameter(torch.ones(32, 96))
     assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
-    pw.thaw_(ice)
+    pw.inference.thaw_(ice)
     assert type(layer) is nn.Linear
 
 
@@ -447,7 +447,7 @@ def test_functional_call(scheme: str, kind: str, strict: bool) -> None:
     expected = torch.func.functional_call(model, given, x, strict=strict)
     assert torch.equal(torch.func.functional_call(ice, given, x, strict=strict), expected)
     assert torch.equal(ice(x), y)
-    assert [type(m) for m in ice] == [pw.FrozenLinear, nn.LayerNorm, pw.FrozenLinear]
+    assert [type(m) for m in ice] == [pw.inference.FrozenLinear, nn.LayerNorm, pw.inference.FrozenLinear]
     assert all(m._parameters[n] is p for m, before in zip(ice, held, strict=True) for n, p in before.items())
     exact = copy.deepcopy(model)
     for name, value in given.items():
@@ -479,8 +479,8 @@ def test_frozen_and_thawed_while_threads_call_it() -> None:
         for t in threads:
             t.start()
         for _ in range(300):
-            pw.thaw_(ice)
-            pw.freeze_(ice)
+            pw.inference.thaw_(ice)
+            pw.inference.freeze_(ice)
         done.set()
         for t in threads:
             t.join()
@@ -494,11 +494,11 @@ def test_a_function_mode_sees_the_calls() -> None:
     torch.manual_seed(0)
     layers = nn.ModuleList([nn.Linear(64, 32), nn.Linear(64, 16)])
     pw.quantize_(layers, "int8")
-    pw.freeze_(layers)
+    pw.inference.freeze_(layers)
     x = torch.randn(2, 64)
     with torch.no_grad():
         expected = [layer(x) for layer in layers]
         with SeenFunctions() as seen:
-            found = [layers[0](x), *pw.together(x, list(layers))]
+            found = [layers[0](x), *pw.inference.together(x, list(layers))]
     assert seen.names.count("linear") == 3
     assert all(map(torch.equal, found, [expected[0], *expected]))

@@ -75,8 +75,8 @@ def test_only_classes_change(family: str) -> None:
     assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
     assert {name: id(t) for name, t in model.state_dict(keep_vars=True).items()} == state
     assert any(isinstance(module, FusedBlock) for module in model.modules())
-    pw.thaw_(model)
-    assert not any(isinstance(module, (FusedBlock, pw.FrozenLinear)) for module in model.modules())
+    pw.inference.thaw_(model)
+    assert not any(isinstance(module, (FusedBlock, pw.inference.FrozenLinear)) for module in model.modules())
     assert torch.equal(run(model, given), expected)
 
 
@@ -117,7 +117,7 @@ def test_a_second_call_and_thaw_() -> None:
     classes = [type(m) for m in model.modules()]
     assert blocks_of(pw.fuse_(model)) == first
     assert [type(m) for m in model.modules()] == classes
-    names = [row.name for row in pw.thaw_(model).rows]
+    names = [row.name for row in pw.inference.thaw_(model).rows]
     assert "model.layers.0" in names
     assert "model.layers.0.mlp.up_proj.weight" in names
 
@@ -302,7 +302,7 @@ def test_copies_are_fused(how: str) -> None:
         model.model.layers[1].mlp.up_proj.weight.data = model.model.layers[0].mlp.up_proj.weight.data
     assert error(run(twin, given), run(model, given)) < LIMITS[torch.float32]
     assert not reasons()
-    pw.thaw_(twin)
+    pw.inference.thaw_(twin)
     assert torch.equal(run(twin, given), run(model, given))
 
 
@@ -333,7 +333,7 @@ def test_another_dtype_is_not_fused() -> None:
 def test_dequantize_and_quantize_again() -> None:
     model, other = fused("bert")
     pw.dequantize_(other)
-    assert not any(isinstance(module, (FusedBlock, pw.FrozenLinear)) for module in other.modules())
+    assert not any(isinstance(module, (FusedBlock, pw.inference.FrozenLinear)) for module in other.modules())
     assert error(run(other, inputs("bert")), run(model, inputs("bert"))) < 1e-5
     pw.quantize_(other, "int8")
     assert "" in blocks_of(pw.fuse_(other)).values()

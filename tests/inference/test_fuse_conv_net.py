@@ -178,7 +178,7 @@ def test_outputs_are_those_of_the_net(name: str, threads: int) -> None:
     assert list(net.state_dict()) == list(state)
     assert all(torch.equal(net.state_dict()[k].dequantize() if hasattr(v, "dequantize") else net.state_dict()[k],
                            v.dequantize() if hasattr(v, "dequantize") else v) for k, v in state.items())  # fmt: skip
-    pw.thaw_(net)
+    pw.inference.thaw_(net)
     assert type(net) is nn.Sequential
     assert [type(m) for m in net.modules()] == [type(m) for m in own.modules()]
     assert difference(net(x), want) == 0
@@ -394,7 +394,7 @@ def test_copies_and_pickles() -> None:
     file = io.BytesIO()
     torch.save(net.state_dict(), file)
     assert reasons() == []
-    pw.thaw_(loaded)
+    pw.inference.thaw_(loaded)
     assert type(loaded) is nn.Sequential
     assert torch.equal(net(x), want)
     assert pw.fuse_(net, x).rows[0].note == "already fused"

@@ -77,10 +77,10 @@ def test_the_bits_that_each_has_alone(
         inputs = [torch.randn(shape, dtype=dtype) for shape in shapes]
         inputs.append(torch.randn(5, 200, dtype=dtype)[:, 7:103])  # rows apart
         for i, x in enumerate(inputs):
-            assert same(pw.together(x, list(model.values())), alone(model, x))
+            assert same(pw.inference.together(x, list(model.values())), alone(model, x))
             assert counter.calls == i + 1
-        pw.freeze_(model)
-        assert same(pw.together(x, list(model.values())), alone(model, x))
+        pw.inference.freeze_(model)
+        assert same(pw.inference.together(x, list(model.values())), alone(model, x))
         assert counter.calls == len(inputs) + 1
     finally:
         torch.set_num_threads(before)
@@ -111,7 +111,7 @@ def wide(model: nn.ModuleDict) -> None:
 def test_layers_that_cannot_be_one_call_go_alone(change: Callable[[nn.ModuleDict], None], counter: Counter) -> None:
     model, x = attention(), torch.randn(2, 96)
     change(model)
-    assert same(pw.together(x, list(model.values())), alone(model, x))
+    assert same(pw.inference.together(x, list(model.values())), alone(model, x))
     assert counter.calls == 0
 
 
@@ -119,20 +119,20 @@ def test_inputs_that_go_alone(counter: Counter) -> None:
     model = attention()
     layers = list(model.values())
     for x in (torch.randn(17, 96), torch.randn(1, 96, requires_grad=True)):
-        assert same(pw.together(x, layers), alone(model, x))
+        assert same(pw.inference.together(x, layers), alone(model, x))
     with torch.autocast("cpu", torch.bfloat16):
-        assert same(pw.together(x, layers), alone(model, x))
-    assert same(pw.together(x, layers[:1]), [layers[0](x)])
+        assert same(pw.inference.together(x, layers), alone(model, x))
+    assert same(pw.inference.together(x, layers[:1]), [layers[0](x)])
     static = attention("int8_static")
-    assert same(pw.together(x.detach(), list(static.values())), alone(static, x.detach()))
+    assert same(pw.inference.together(x.detach(), list(static.values())), alone(static, x.detach()))
     assert counter.calls == 0
     with pytest.raises(ValueError, match=r"input \(2, 95\)"):
-        pw.together(torch.randn(2, 95), layers)
+        pw.inference.together(torch.randn(2, 95), layers)
 
 
 def test_a_gradient_reaches_the_input() -> None:
     model, x = attention(), torch.ones(1, 96, requires_grad=True)
-    (found,) = torch.autograd.grad(sum(y.sum() for y in pw.together(x, list(model.values()))), x)
+    (found,) = torch.autograd.grad(sum(y.sum() for y in pw.inference.together(x, list(model.values()))), x)
     (expected,) = torch.autograd.grad(sum(y.sum() for y in alone(model, x)), x)
     assert torch.equal(found, expected)
 
@@ -141,7 +141,7 @@ def test_it_compiles_without_a_break() -> None:
     model, x = attention(), torch.randn(1, 96)
 
     def run(x: Tensor) -> list[Tensor]:
-        return pw.together(x, list(model.values()))
+        return pw.inference.together(x, list(model.values()))
 
     assert same(torch.compile(run, fullgraph=True, backend="aot_eager")(x), alone(model, x))
 
@@ -167,16 +167,16 @@ WRITES: dict[str, Callable[[nn.ModuleDict, Tensor], object]] = {
 @pytest.mark.parametrize("write", WRITES)
 def test_what_is_changed_between_the_calls_of_frozen_siblings_is_seen(write: str, inference: bool) -> None:
     model = attention()
-    pw.freeze_(model)
+    pw.inference.freeze_(model)
     with torch.inference_mode() if inference else torch.no_grad():
         x = torch.randn(1, 96)
         for _ in range(3):  # q, k and v were seen to share an input
             alone(model, x)
-            pw.together(x, list(model.values()))
+            pw.inference.together(x, list(model.values()))
         model["q_proj"](x)
         WRITES[write](model, x)
         for name in ("k_proj", "v_proj"):
             layer = model[name]
             expected = torch.nn.functional.linear(x, layer.weight.clone(), layer.bias)
             assert torch.equal(layer(x), expected)
-        assert same(pw.together(x, list(model.values())), alone(model, x))
+        assert same(pw.inference.together(x, list(model.values())), alone(model, x))

@@ -105,7 +105,7 @@ def test_a_block_of_ones_own(form: str, norm: Any, act: str) -> None:
         torch.testing.assert_close(model(X), expected, rtol=1e-4, atol=1e-5)
         mask = torch.zeros(2, 1, 5, 5).masked_fill(torch.rand(2, 1, 5, 5) < 0.3, -10.0)
         y = model.blocks[0](X, mask=mask)
-        pw.thaw_(model)
+        pw.inference.thaw_(model)
         torch.testing.assert_close(y, model.blocks[0](X, mask=mask), rtol=1e-4, atol=1e-5)
 
 

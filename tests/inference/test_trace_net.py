@@ -130,7 +130,7 @@ def test_threads_get_right_results_while_another_fuses_their_model() -> None:
         for _ in range(10):
             pw.fuse_(net, x)
             assert isinstance(net, FusedConvNet)
-            pw.thaw_(net)
+            pw.inference.thaw_(net)
     finally:
         stop.set()
         for thread in threads:

@@ -27,9 +27,9 @@ def by_hugging_face(state: dict[str, Any], folder: Path) -> None:
 
 
 def flat(folder: Path, model: Any) -> Any:
-    tensors, metadata = pw.flatten(model.state_dict())
+    tensors, metadata = pw.io.flatten(model.state_dict())
     dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path=str(folder)))
-    model.load_state_dict(pw.unflatten(tensors, metadata))
+    model.load_state_dict(pw.io.unflatten(tensors, metadata))
     return model
 
 
@@ -38,8 +38,8 @@ WRITERS = {
     "async_save": Writer(lambda m, d: dcp.async_save({"model": m.state_dict()}, checkpoint_id=d).result()),
     "StateDictStager": Writer(lambda m, d: StateDictStager().stage(m.state_dict())),
     "HuggingFaceStorageWriter": Writer(lambda m, d: by_hugging_face(m.state_dict(), d)),
-    "pw.flatten, HuggingFaceStorageWriter": Writer(
-        lambda m, d: by_hugging_face(pw.flatten(m.state_dict())[0], d), flat
+    "pw.io.flatten, HuggingFaceStorageWriter": Writer(
+        lambda m, d: by_hugging_face(pw.io.flatten(m.state_dict())[0], d), flat
     ),
 }
 

@@ -16,7 +16,7 @@ from tests.integrations.writers import CONFIGS, MODELS, Writer, X, check_on_mode
 
 
 def flat(model: Any, folder: Path) -> None:
-    tensors, metadata = pw.flatten(model.state_dict())
+    tensors, metadata = pw.io.flatten(model.state_dict())
     safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata)
 
 
@@ -34,7 +34,7 @@ WRITERS = {
     "huggingface_hub.save_torch_model, pickle": Writer(
         lambda m, d: save_torch_model(m, d, safe_serialization=False), by_hub
     ),
-    "pw.flatten, safetensors.save_file": Writer(flat, lambda d, m: pw.load(d / "model.safetensors", m)),
+    "pw.io.flatten, safetensors.save_file": Writer(flat, lambda d, m: pw.load(d / "model.safetensors", m)),
     "pw.save": Writer(pw.save, pw.load),
     "torch.save": Writer(
         lambda m, d: torch.save(m.state_dict(), d / "a.pt"),

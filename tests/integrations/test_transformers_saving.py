@@ -70,7 +70,7 @@ def embeddings_too(ties: bool, config: pw.AOBaseConfig) -> Any:
 
 def frozen(ties: bool, config: pw.AOBaseConfig) -> Any:
     model = whole(ties, config)
-    pw.freeze_(model)
+    pw.inference.freeze_(model)
     return model
 
 

@@ -95,7 +95,7 @@ def test_the_numbers(tmp_path: Path) -> None:
 def test_golden_outputs_are_named(tmp_path: Path) -> None:
     folder, _ = folder_of(tmp_path / "small")
     model = llama()
-    found = pw.golden(model, [{"input_ids": torch.arange(12)[None]}])
+    found = pw.report.golden(model, [{"input_ids": torch.arange(12)[None]}])
     found.save(folder)
     assert f"mean KL at most {found.bound:.3g}" in model_card(str(folder))
     (folder / "golden.safetensors").write_bytes(b"x" * 20)

@@ -84,7 +84,7 @@ def test_the_result_is_that_of_dequantized_weights(
     assert {r.note for r in report.skipped} <= {f"bias of {net.__name__} is not quantized"}
     plain, first = dequantized(module), 1 if module.batch_first else 0
     pw.reset_fallbacks()
-    with torch.no_grad(), pw.strict():
+    with torch.no_grad(), pw.kernels.strict():
         for steps, batch in ((5, 3), (1, 1), (4, 17)):
             x = torch.randn(steps, batch, 13).transpose(0, first)
             same(module(x), plain(x))
@@ -203,7 +203,7 @@ def test_cells(kind: type[nn.Module], net: type[nn.Module]) -> None:
         cell: Any = kind(13, 9, **more)
         assert len(pw.quantize_(cell, INT8).quantized) == 2
         plain, x = dequantized(cell), torch.randn(4, 13)
-        with torch.no_grad(), pw.strict():
+        with torch.no_grad(), pw.kernels.strict():
             for given in (x, x[0]):
                 state: Any = None
                 other: Any = None
@@ -321,7 +321,7 @@ def test_freezing_leaves_it_alone_with_the_reason() -> None:
     model, x = nn.Sequential(make(nn.LSTM, {})), torch.randn(5, 3, 13)
     pw.quantize_(model, INT8)
     y = model(x)[0]
-    report = pw.freeze_(model)
+    report = pw.inference.freeze_(model)
     assert {r.note for r in report.rows} == {
         f"LSTM at 0.weight_{n}_l0 does more than F.linear, so it cannot be frozen" for n in ("ih", "hh")
     }

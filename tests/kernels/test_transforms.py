@@ -32,7 +32,7 @@ def pair(name: str, frozen: bool = False) -> tuple[nn.Module, nn.Module, Tensor]
             if mine.bias is not None:
                 theirs.bias.copy_(mine.bias)
     if frozen:
-        pw.freeze_(model)
+        pw.inference.freeze_(model)
     return model, twin, torch.randn(5, 128)
 
 

@@ -3,6 +3,7 @@
 (code, type of the exception, pieces of the message). The names are those of world.py. Each message tells the argument,
 layer or file, what was given, what is expected, and what to do.
 """
+# ruff: noqa: E501 - rows of a table
 
 from __future__ import annotations
 
@@ -20,18 +21,18 @@ MODEL: list[Row] = [
     ('pw.quantize_(None, "int8")', TypeError, ("model must be", "got None", "change it in place")),
     ('pw.plan("llama_dir", "int8")', TypeError, ("model must be", "got 'llama_dir'", "load it first")),
     ("pw.dequantize_(quantized.state_dict())", TypeError, ("model must be", "state dict of 4")),
-    ("pw.freeze_(quantized[0].weight)", TypeError, ("model must be", "tensor of shape (128, 64)", "pass the module")),
+    ("pw.inference.freeze_(quantized[0].weight)", TypeError, ("model must be", "tensor of shape (128, 64)", "pass the module")),
     ('pw.fuse_("saved")', TypeError, ("model must be", "got 'saved'", "load it first")),
-    ("pw.thaw_(nn.Linear)", TypeError, ("the class Linear", "pass an instance")),
+    ("pw.inference.thaw_(nn.Linear)", TypeError, ("the class Linear", "pass an instance")),
     ('pw.recommend("saved", x)', TypeError, ("model must be", "got 'saved'")),
     ('pw.search("saved", batches, "4 bpw")', TypeError, ("model must be", "got 'saved'")),
     ("pw.calibrate(batches, mlp, STATIC)", TypeError, ("model must be", "a list of 3", "exchange them")),
     ('pw.sparsify_("saved")', TypeError, ("model must be", "got 'saved'")),
-    ('pw.improve(quantized, "float", batches)', TypeError, ("float_model must be", "got 'float'", "load it first")),
+    ('pw.algorithms.improve(quantized, "float", batches)', TypeError, ("float_model must be", "got 'float'", "load it first")),
     ('pw.compare("float", quantized, batches)', TypeError, ("float_model must be", "got 'float'")),
     ("pw.compare(mlp, quantized.state_dict(), batches)", TypeError, ("quantized must be", "state dict of 4")),
-    ('pw.golden("float", batches)', TypeError, ("model must be", "got 'float'")),
-    ('pw.verify("float", "saved")', TypeError, ("model must be", "got 'float'")),
+    ('pw.report.golden("float", batches)', TypeError, ("model must be", "got 'float'")),
+    ('pw.report.verify("float", "saved")', TypeError, ("model must be", "got 'float'")),
     ('pw.save("saved", mlp)', TypeError, ("model must be", "got 'saved'", "save(model, path)")),
     ("pw.load(mlp, 'saved')", TypeError, ("got 'saved'", "path is a model", "exchange them")),
     ("pw.load('saved', nn.Linear)", TypeError, ("the class Linear", "pass an instance")),
@@ -45,7 +46,7 @@ MODEL: list[Row] = [
     ('pw.save(report, "out")', TypeError, ("model must be", "got a Report", "pass the model")),
     ("pw.dequantize_(report)", TypeError, ("model must be", "got a Report", "change the model in place")),
     ("planned(x)", TypeError, ("a Plan is not the model", "use the model that was passed")),
-    ("pw.sample(mlp)", PlanError, ("Sequential cannot generate text", "pass your own calibration data")),
+    ("pw.algorithms.sample(mlp)", PlanError, ("Sequential cannot generate text", "pass your own calibration data")),
     ('pw.quantize_(frozen, "int4")', PlanError, ("0 is frozen (2 layers", "thaw_(model)")),
     ('pw.quantize_(with_nan, "int8")', PlanError, ("0.weight", "1 of 8192 values are NaN", "(128, 64)", "fix or skip")),
     ('pw.quantize_(on_meta, "int8", calibration=batches)', PlanError, ("0.weight", "meta device", "load the weights")),
@@ -55,11 +56,11 @@ MODEL: list[Row] = [
     ("training.enable_fake_quant(mlp)", ValueError, ("no prepared module", "QATConfig(config, step='prepare')")),
     ('pw.quantize_(mlp, pw.QATConfig(step="convert"))', PlanError, ("no prepared module", "step='prepare'")),
     ('pw.quantize_(quantized, pw.QATConfig("int4"))', PlanError, ("0.weight is already", "int8", "dequantize_(model)")),
-    ("pw.improve(mlp, mlp, batches)", PlanError, ("no quantized weight", "quantize_ it first")),
-    ("pw.improve(quantized, net, batches)", PlanError, ("0.weight [128, 64]", "float_model", "original float model")),
+    ("pw.algorithms.improve(mlp, mlp, batches)", PlanError, ("no quantized weight", "quantize_ it first")),
+    ("pw.algorithms.improve(quantized, net, batches)", PlanError, ("0.weight [128, 64]", "float_model", "original float model")),
     ('pw.sparsify_(quantized, "magnitude")', PlanError, ("0.weight is already quantized", "sparsify_ first")),
     ("pw.compare(mlp, other, batches)", ValueError, ("outputs cannot be compared", "[8, 32]", "[8, 16]")),
-    ("pw.verify(other, pw.golden(mlp, batches))", ValueError, ("rows of 16", "rows of 32", "another architecture")),
+    ("pw.report.verify(other, pw.report.golden(mlp, batches))", ValueError, ("rows of 16", "rows of 32", "another architecture")),
 ]  # fmt: skip
 
 CALLS: list[Row] = [
@@ -113,25 +114,25 @@ CALLS: list[Row] = [
     ('pw.calibrate(mlp, batches, "int8")', PlanError, ("calibrate: config", "Int8StaticActivation", "got 'int8'")),
     ('pw.calibrate(mlp, batches, STATIC, "msee")', PlanError, ("method must be", "'msee'", "did you mean 'mse'")),
     ("pw.calibrate(mlp, batches, STATIC, percentile=200)", PlanError, ("percentile", "at most 100", "got 200")),
-    ('pw.sample(llama, "64")', TypeError, ("sample: sequences", "at least 1", "'64'", "without quotes")),
-    ("pw.improve(quantized, mlp, batches, sweeps=-1)", ValueError, ("sweeps", "at least 0", "got -1")),
+    ('pw.algorithms.sample(llama, "64")', TypeError, ("sample: sequences", "at least 1", "'64'", "without quotes")),
+    ("pw.algorithms.improve(quantized, mlp, batches, sweeps=-1)", ValueError, ("sweeps", "at least 0", "got -1")),
     ('pw.sparsify_(mlp, "wandaa", calibration=batches)', PlanError, ("method must be", "did you mean 'wanda'")),
     ('pw.sparsify_(mlp, "magnitude", "3:2")', PlanError, ("pattern", "'2:4' (2 kept of each 4)", "got '3:2'")),
     ('pw.sparsify_(mlp, "magnitude", None)', TypeError, ("pattern must be like '2:4'", "0.5", "got None")),
     ("pw.sparsify_(mlp)", PlanError, ("wanda needs calibration data", "calibration=batches", "'magnitude'")),
     ('pw.compare(mlp, quantized, batches, kind="logit")', ValueError, ("kind must be", "did you mean 'logits'")),
     ('pw.compare(mlp, quantized, batches, pooling="avg")', ValueError, ("pooling must be one of mean, first", "'avg'")),
-    ('pw.assert_kl(mlp, quantized, batches, "small")', TypeError, ("max_kl must be a number", "got 'small'")),
-    ("pw.golden(mlp, batches, k=0)", ValueError, ("k must be a positive integer", "got 0")),
-    ("pw.verify(mlp, 5)", TypeError, ("expected must be what pw.golden returned", "or its path", "got 5")),
+    ('pw.report.assert_kl(mlp, quantized, batches, "small")', TypeError, ("max_kl must be a number", "got 'small'")),
+    ("pw.report.golden(mlp, batches, k=0)", ValueError, ("k must be a positive integer", "got 0")),
+    ("pw.report.verify(mlp, 5)", TypeError, ("expected must be what pw.report.golden returned", "or its path", "got 5")),
     ("pw.explain(mlp, x)", TypeError, ("x must be the input", "a model (Sequential)", "exchange them")),
     ("pw.explain(x, mlp[0].weight)", TypeError, ("w must be a quantized weight", "(128, 64)", "pw.quantize_(model")),
     ('pw.explain(x, quantized[0].weight, "liner")', ValueError, ("op 'liner'", "did you mean 'linear'", "embedding")),
-    ("pw.together(x, quantized[0])", TypeError, ("layers must be a list", "a model (Linear)", "[layer, ...]")),
+    ("pw.inference.together(x, quantized[0])", TypeError, ("layers must be a list", "a model (Linear)", "[layer, ...]")),
     ("pw.quantise_(mlp, 'int8')", AttributeError, ("'quantise_'", "did you mean 'quantize_'")),
     ("pw.Int4WeightOnly()", AttributeError, ("'Int4WeightOnly'", "'Int4WeightOnlyConfig'")),
     ("pw.quantize(mlp, 'int8')", TypeError, ("is a module", "pennyweight.quantize_(model, config)")),
-    ("pw.flatten(mlp)", TypeError, ("state_dict must be a mapping", "a model (Sequential)", "model.state_dict()")),
+    ("pw.io.flatten(mlp)", TypeError, ("state_dict must be a mapping", "a model (Sequential)", "model.state_dict()")),
 ]  # fmt: skip
 
 DATA: list[Row] = [
@@ -167,12 +168,12 @@ DATA: list[Row] = [
     ("pw.recommend(mlp, 'x')", ArgumentError, ("'x'", "layer '0'", "pass tensors")),
     ("pw.calibrate(mlp, x, STATIC)", TypeError, ("batches must be a list", "(4, 64)", "batches=[batch]")),
     ("pw.calibrate(mlp, [narrow], STATIC)", ArgumentError, ("(4, 63)", "layer '0'", "takes (..., 64)")),
-    ("pw.improve(quantized, mlp, [narrow])", ArgumentError, ("layer '0'", "(4, 63)", "must be 64")),
+    ("pw.algorithms.improve(quantized, mlp, [narrow])", ArgumentError, ("layer '0'", "(4, 63)", "must be 64")),
     ('pw.sparsify_(mlp, "wanda", calibration=[narrow])', ArgumentError, ("(4, 63)", "layer '0'", "takes (..., 64)")),
     ("pw.compare(mlp, quantized, [narrow])", ArgumentError, ("(4, 63)", "layer '0'", "takes (..., 64)")),
     ("pw.compare(mlp, quantized, [])", ValueError, ("nothing to compare", "no batch was given")),
-    ("pw.golden(mlp, [narrow])", ArgumentError, ("(4, 63)", "layer '0'", "takes (..., 64)")),
-    ("pw.golden(mlp, [])", ValueError, ("batches is empty", "at least one batch")),
+    ("pw.report.golden(mlp, [narrow])", ArgumentError, ("(4, 63)", "layer '0'", "takes (..., 64)")),
+    ("pw.report.golden(mlp, [])", ValueError, ("batches is empty", "at least one batch")),
     ("quantized(narrow)", ArgumentError, ("layer '0' (Linear)", "(4, 63)", "(128, 64)", "must be 64")),
     ("int4_model(narrow)", ArgumentError, ("layer '0' (Linear)", "(4, 63)", "(128, 64)", "must be 64")),
     ("dynamic(narrow)", ArgumentError, ("layer '0' (Linear)", "(4, 63)", "(128, 64)", "must be 64")),
@@ -305,7 +306,7 @@ FILES: list[Row] = [
     ('pw.push_to_hub("nowhere", "me/model")', ValueError, ("nowhere was not uploaded to me/model", "not a folder")),
     ('pw.push_to_hub("saved", "bad name")', ValueError, ("saved was not uploaded", "bad name", "alphanumeric")),
     ('pw.push_to_hub("saved", 5)', TypeError, ("repo_id must be a name", '"org/name"', "got 5")),
-    ('pw.verify(mlp, "notes.txt")', CheckpointError, ("notes.txt", "begins with b'hello, t'")),
+    ('pw.report.verify(mlp, "notes.txt")', CheckpointError, ("notes.txt", "begins with b'hello, t'")),
 ]  # fmt: skip
 
 TRAINING: list[Row] = [
@@ -324,8 +325,8 @@ TRAINING: list[Row] = [
     ('training.Float8TrainingConfig("rowise")', ValueError, ("recipe must be one of", "did you mean 'rowwise'")),
     ("pw.quantize_(mlp, training.LowPrecisionTrainingConfig)", TypeError, ("the class LowPrecision", "call the class")),
     ('pw.quantize_(prepared, pw.QATConfig("int8", step="convert"))', PlanError, ("0.weight was trained for", "int8")),
-    ("pw.distillation_loss(torch.randn(2, 3), torch.randn(2, 4))", ValueError, ("shape (2, 3)", "teacher's (2, 4)")),
-    ('pw.distillation_loss(x, x, kind="kll")', ValueError, ("kind must be one of kl, mse", "got 'kll'")),
+    ("pw.training.distillation_loss(torch.randn(2, 3), torch.randn(2, 4))", ValueError, ("shape (2, 3)", "teacher's (2, 4)")),
+    ('pw.training.distillation_loss(x, x, kind="kll")', ValueError, ("kind must be one of kl, mse", "got 'kll'")),
 ]  # fmt: skip
 
 TRANSFORMERS: list[Row] = [

@@ -210,7 +210,7 @@ def test_a_wrong_type_is_also_a_wrong_value() -> None:
 
 def test_an_error_of_the_model_keeps_its_cause() -> None:
     with pytest.raises(RuntimeError, match="cannot run on a batch") as caught:
-        pw.golden(world.mlp(), [torch.randn(4, 63)])
+        pw.report.golden(world.mlp(), [torch.randn(4, 63)])
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert "mat1 and mat2" in str(caught.value.__cause__)
 

@@ -39,7 +39,7 @@ def _quantized(make: Callable[[], nn.Module], config: Any, filter_fn: Any = None
 
 def _frozen() -> nn.Module:
     model = _quantized(mlp, "int8")
-    pw.freeze_(model)
+    pw.inference.freeze_(model)
     return model
 
 

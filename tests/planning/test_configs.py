@@ -75,7 +75,6 @@ def test_str_tells_only_what_differs_from_the_default() -> None:
 def test_the_order_of_keys_is_part_of_the_value() -> None:
     a, b = pw.Int8WeightOnlyConfig(), None
     assert pw.FqnToConfig({"x*": a, "*y": b}) != pw.FqnToConfig({"*y": b, "x*": a})
-    assert pw.ModuleFqnToConfig({"x": a}) == pw.AOPerModuleConfig(module_fqn_to_config={"x": a})
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_conv1d_of_transformers(hf_conv1d: type[nn.Module], config: pw.AOBaseCon
     assert layer.weight.shape == shape == (64, 48)
     assert layer.weight.stored_shape == (48, 64)  # contracted axis last
     pw.reset_fallbacks()
-    with pw.strict():
+    with pw.kernels.strict():
         got = layer(x).detach()
     assert "mm/dequantize" not in pw.fallbacks()
     assert sqnr(exact, got) > 18
@@ -201,7 +201,7 @@ def test_bare_expert_parameters_by_name(config: pw.AOBaseConfig) -> None:
     assert experts.up.stored_shape == (4, 48, 64)
     assert experts.down.shape == (4, 48, 64)
     assert experts.down.stored_shape == (4, 64, 48)
-    with pw.strict():
+    with pw.kernels.strict():
         assert sqnr(exact, model(x).detach()) > 15
     one = experts.up[2]
     assert is_quantized(one)

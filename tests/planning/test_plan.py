@@ -153,7 +153,7 @@ def test_a_tied_weight_is_quantized_once_and_stays_tied(config: pw.AOBaseConfig,
     assert all(k.layout == w.spec.layout or w.spec.layout in READABLE for k in rows)  # no op unpacks all of it
     assert all(k.rank >= 0 for k in rows)
     assert torch.equal(model.embed(INDEX), w.dequantize()[INDEX])
-    with pw.strict():
+    with pw.kernels.strict():
         assert pw.core.numerics.sqnr(exact, model(INDEX).detach()) > 14
     assert "already quantized" in next(r.note for r in pw.quantize_(model, config).rows if r.name == row.name)
     pw.dequantize_(model)

@@ -73,7 +73,7 @@ def test_every_combination(target: str, source: str, assign: bool, ice: bool, st
     )
     held, biases = [model[0].weight, model[2].weight], [model[0].bias, model[1].weight]
     if ice:
-        pw.freeze_(model)
+        pw.inference.freeze_(model)
     if swapping:  # torch does not swap what others refer to
         held, biases = [], []
     with warnings.catch_warnings(record=True) as told:
@@ -86,7 +86,7 @@ def test_every_combination(target: str, source: str, assign: bool, ice: bool, st
     theirs = [form_of(state["0.weight"]), form_of(state["2.weight"])]
     assert [form_of(model[0].weight), form_of(model[2].weight)] == (theirs if assign else before)
     quantized = (source if assign else target) != "float"
-    assert isinstance(model[0], pw.FrozenLinear) == (ice and target != "float" and quantized)
+    assert isinstance(model[0], pw.inference.FrozenLinear) == (ice and target != "float" and quantized)
     if not swapping and not assign:
         now = (model[0].weight, model[2].weight, model[0].bias, model[1].weight)
         assert all(a is b for a, b in zip(held + biases, now, strict=True))  # in place
@@ -106,7 +106,7 @@ def test_every_combination(target: str, source: str, assign: bool, ice: bool, st
             assert torch.equal(got, expected), name
         assert torch.equal(value(state[name]), exact)
     expected = copy.deepcopy(model)
-    pw.thaw_(expected)
+    pw.inference.thaw_(expected)
     assert torch.equal(model(x), expected(x))
 
 
@@ -116,7 +116,7 @@ def test_what_is_missing_or_too_much(target: str, ice: bool) -> None:
     for strict in (True, False):
         model, state = net(target), net("int8", 1).state_dict()
         if ice:
-            pw.freeze_(model)
+            pw.inference.freeze_(model)
         before = value(model[2].weight).clone()
         state["3.weight"] = state.pop("2.weight")
         if strict:
@@ -182,7 +182,7 @@ def test_overrides_and_hooks_of_the_layers_run(source: str, ice: bool, assign: b
     state["9.bias"] = state.pop("0.bias")
     seen: list[str] = []
     if ice:
-        pw.freeze_(model)
+        pw.inference.freeze_(model)
 
     model.register_load_state_dict_pre_hook(
         lambda module, entries, *rest: entries.update({"0.bias": entries.pop("9.bias")})
@@ -194,5 +194,5 @@ def test_overrides_and_hooks_of_the_layers_run(source: str, ice: bool, assign: b
         assert form_of(p) == form_of(q), n
         assert torch.equal(value(p), value(q)), n
     assert seen == ["Parameter" if assign and source == "float" else "AffineQuantizedTensor"]
-    pw.thaw_(model)
+    pw.inference.thaw_(model)
     assert type(model[0]) is Renaming

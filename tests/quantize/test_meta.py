@@ -74,10 +74,10 @@ def test_within_the_contexts_and_from_files(tmp_path: Path) -> None:
             with context():
                 model = small()
                 pw.quantize_(model, pw.Int4WeightOnlyConfig(32))
-                pw.freeze_(model)
+                pw.inference.freeze_(model)
             assert all(p.is_meta for p in model.parameters())
             if load == "load":
-                pw.thaw_(model)
+                pw.inference.thaw_(model)
                 pw.load(tmp_path / "ours", model)
             else:
                 model.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True), assign=True)

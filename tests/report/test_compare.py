@@ -201,7 +201,7 @@ def test_other_forms_of_the_quantized_model() -> None:
     model = llama()
     small = quantized(model)
     plain = pw.compare(model, small, prompts())
-    pw.freeze_(small)
+    pw.inference.freeze_(small)
     frozen = pw.compare(model, small, prompts())
     assert {w.name: (w.scheme, w.bytes, w.weight_sqnr) for w in frozen.layers} == {
         w.name: (w.scheme, w.bytes, w.weight_sqnr) for w in plain.layers
@@ -393,10 +393,10 @@ def test_assert_kl() -> None:
     model = mlp()
     small = quantized(model)
     x = [torch.randn(4, 32)]
-    pw.assert_kl(model, small, x, 1.0)
+    pw.report.assert_kl(model, small, x, 1.0)
     with pytest.raises(AssertionError, match=r"mean KL.* the limit is 1e-09; worst layers: 2.weight \("):
-        pw.assert_kl(model, small, (t for t in x), 1e-9)  # batches are gone through once
-    pw.assert_kl(bert(), bert(), prompts(), 1e-9, kind="embeddings")
+        pw.report.assert_kl(model, small, (t for t in x), 1e-9)  # batches are gone through once
+    pw.report.assert_kl(bert(), bert(), prompts(), 1e-9, kind="embeddings")
 
 
 def test_json_and_table() -> None:

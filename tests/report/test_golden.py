@@ -18,17 +18,17 @@ from tests.report.small import bert, llama, mlp, prompts, quantized
 
 def test_the_same_weights_pass_anywhere() -> None:
     model = llama()
-    made = pw.golden(model, prompts())
+    made = pw.report.golden(model, prompts())
     assert sum(map(len, made.rows)) <= 64
     assert made.values[0].shape[1] == 16
-    found = pw.verify(copy.deepcopy(model), made).check()
+    found = pw.report.verify(copy.deepcopy(model), made).check()
     assert found.kl.max < 1e-6
     assert found.top1 == 1
     assert found.ok
     small = quantized(model)
-    exact = pw.golden(small, prompts())
-    pw.freeze_(small)
-    assert pw.verify(small, exact).ok
+    exact = pw.report.golden(small, prompts())
+    pw.inference.freeze_(small)
+    assert pw.report.verify(small, exact).ok
 
 
 @torch.no_grad()
@@ -36,35 +36,35 @@ def test_the_kl_is_that_of_the_top_classes_and_the_rest() -> None:
     model = llama()
     small = quantized(model)
     batch = prompts(1)
-    found = pw.verify(small, pw.golden(model, batch, k=128))
+    found = pw.report.verify(small, pw.report.golden(model, batch, k=128))
     p, q = (m(**batch[0]).logits[batch[0]["attention_mask"].bool()] for m in (model, small))
     whole = metrics.kl_divergence(p, q)
     assert found.rows == len(whole) == 31
     assert found.kl.mean == pytest.approx(whole.mean().item(), rel=1e-3)
-    few = pw.verify(small, pw.golden(model, batch, k=16))
+    few = pw.report.verify(small, pw.report.golden(model, batch, k=16))
     assert 0 < few.kl.mean <= found.kl.mean
 
 
 def test_a_few_kilobytes_and_back(tmp_path: Path) -> None:
     model = llama()
-    made = pw.golden(model, prompts(), quantized=quantized(model))
+    made = pw.report.golden(model, prompts(), quantized=quantized(model))
     path = made.save(tmp_path)
     assert path == str(tmp_path / "golden.safetensors")
     assert Path(path).stat().st_size < 12_000
-    again = pw.Golden.load(tmp_path)
+    again = pw.report.Golden.load(tmp_path)
     for a, b in ((made.rows, again.rows), (made.values, again.values), (made.indices, again.indices)):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     assert [d.keys() for d in again.inputs] == [d.keys() for d in made.inputs]
     assert (again.kind, again.width, again.bound) == (made.kind, made.width, made.bound)
-    assert pw.verify(quantized(model), tmp_path).ok
+    assert pw.report.verify(quantized(model), tmp_path).ok
 
 
 def test_a_checkpoint_beside_it_loads(tmp_path: Path) -> None:
     model = llama()
     pw.save(quantized(model), tmp_path)
-    pw.golden(quantized(model), prompts()).save(tmp_path)
+    pw.report.golden(quantized(model), prompts()).save(tmp_path)
     loaded = pw.load(tmp_path, llama())
-    assert pw.verify(loaded, tmp_path).check().kl.mean < 1e-6
+    assert pw.report.verify(loaded, tmp_path).check().kl.mean < 1e-6
     pw.save(quantized(model), tmp_path)  # a new checkpoint does not take it away
     assert (tmp_path / "golden.safetensors").exists()
 
@@ -88,10 +88,10 @@ CORRUPTIONS = {
 @pytest.mark.parametrize("how", CORRUPTIONS)
 def test_a_corrupted_weight_is_detected(how: str) -> None:
     model = quantized(llama())
-    made = pw.golden(model, prompts())
+    made = pw.report.golden(model, prompts())
     layer = model.model.layers[1].mlp.down_proj
     layer.weight = nn.Parameter(CORRUPTIONS[how](layer.weight.data), requires_grad=False)
-    found = pw.verify(model, made)
+    found = pw.report.verify(model, made)
     assert not found.ok
     assert str(found).startswith("NOT as expected: mean KL")
     with pytest.raises(ValueError, match=r"NOT as expected.*a kernel .see pennyweight doctor. or a dtype"):
@@ -101,29 +101,29 @@ def test_a_corrupted_weight_is_detected(how: str) -> None:
 def test_the_quantized_model_of_a_float_golden() -> None:
     model = llama()
     small = quantized(model)
-    sharp = pw.golden(model, prompts())
-    assert not pw.verify(small, sharp).ok
-    assert pw.verify(small, sharp, bound=10).ok
-    made = pw.golden(model, prompts(), quantized=small)
-    assert pw.verify(small, made).ok
-    assert made.bound == pytest.approx(2 * pw.verify(small, made).kl.mean + 2.5e-4)
+    sharp = pw.report.golden(model, prompts())
+    assert not pw.report.verify(small, sharp).ok
+    assert pw.report.verify(small, sharp, bound=10).ok
+    made = pw.report.golden(model, prompts(), quantized=small)
+    assert pw.report.verify(small, made).ok
+    assert made.bound == pytest.approx(2 * pw.report.verify(small, made).kl.mean + 2.5e-4)
     layer = small.model.layers[0].self_attn.o_proj
     layer.weight = nn.Parameter(shuffled(layer.weight.data), requires_grad=False)
-    assert not pw.verify(small, made).ok
+    assert not pw.report.verify(small, made).ok
 
 
 def test_tensors() -> None:
     for model, batches in ((bert(), prompts()), (mlp(), [torch.randn(5, 32)]), (mlp(), [(torch.randn(5, 32),)])):
-        made = pw.golden(model, batches)
+        made = pw.report.golden(model, batches)
         assert made.kind == "tensor"
-        assert pw.verify(model, made).error < 1e-5
+        assert pw.report.verify(model, made).error < 1e-5
         broken = copy.deepcopy(model)
         with torch.no_grad():
             next(p for p in reversed(list(broken.parameters())) if p.ndim > 1 and p.shape[0] != 64).mul_(1.1)
             broken.get_submodule("" if isinstance(broken, nn.Sequential) else "encoder.layer.1").apply(
                 lambda m: m.weight.mul_(1.1) if isinstance(m, nn.Linear) else None
             )
-        assert not pw.verify(broken, made).ok
+        assert not pw.report.verify(broken, made).ok
 
 
 @pytest.mark.parametrize(
@@ -140,21 +140,21 @@ def test_golden_refuses(batches: Any, how: dict, message: str) -> None:
     if how == {} and batches and isinstance(batches[0], torch.Tensor):
         batches = [torch.zeros(1, (1 << 18) + 1)]
     with pytest.raises(ValueError, match=message):
-        pw.golden(mlp(), batches, **how)
+        pw.report.golden(mlp(), batches, **how)
 
 
 def test_another_architecture_is_told() -> None:
-    made = pw.golden(mlp(), [torch.ones(4, 32)], kind="logits")
+    made = pw.report.golden(mlp(), [torch.ones(4, 32)], kind="logits")
     other = nn.Sequential(nn.Linear(32, 7))
     with pytest.raises(ValueError, match="rows of 7, the golden outputs need rows of 10"):
-        pw.verify(other, made)
+        pw.report.verify(other, made)
 
 
 def test_masks_of_zeros() -> None:
     batch = prompts(1)[0]
     batch["attention_mask"].zero_()
     with pytest.raises(ValueError, match="there are no rows to store"):
-        pw.golden(llama(), [batch])
+        pw.report.golden(llama(), [batch])
 
 
 # -- bad files -------------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_masks_of_zeros() -> None:
 
 @pytest.fixture
 def good(tmp_path: Path) -> Path:
-    return Path(pw.golden(mlp(), [torch.ones(4, 32)], kind="logits").save(tmp_path / "golden.safetensors"))
+    return Path(pw.report.golden(mlp(), [torch.ones(4, 32)], kind="logits").save(tmp_path / "golden.safetensors"))
 
 
 def rewritten(path: Path, change: Any) -> None:
@@ -213,19 +213,19 @@ BAD = [
 def test_bad_files_are_refused(good: Path, change: Any, message: str) -> None:
     rewritten(good, change)
     with pytest.raises(pw.CheckpointError, match=message):
-        pw.Golden.load(good)
+        pw.report.Golden.load(good)
 
 
 def test_what_is_no_safetensors_file(tmp_path: Path) -> None:
     with pytest.raises(pw.CheckpointError, match=r"golden.safetensors: cannot be opened"):
-        pw.Golden.load(tmp_path)
+        pw.report.Golden.load(tmp_path)
     (tmp_path / "golden.safetensors").write_bytes(b"0123456789abcdef")
     with pytest.raises(pw.CheckpointError, match="not a safetensors file"):
-        pw.verify(mlp(), tmp_path)
+        pw.report.verify(mlp(), tmp_path)
 
 
 def test_rows_beyond_the_output(good: Path) -> None:
-    made = pw.Golden.load(good)
+    made = pw.report.Golden.load(good)
     wrong = dataclasses.replace(made, rows=(made.rows[0] + 1,))
     with pytest.raises(ValueError, match="the model returns 4 rows of 10"):
-        pw.verify(mlp(), wrong)
+        pw.report.verify(mlp(), wrong)

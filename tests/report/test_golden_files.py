@@ -19,7 +19,7 @@ from tests.report.test_golden import shuffled
 def folder(tmp_path: Path) -> Path:
     small = quantized(llama())
     pw.save(small, tmp_path)
-    pw.golden(small, prompts()).save(tmp_path)
+    pw.report.golden(small, prompts()).save(tmp_path)
     return tmp_path
 
 
@@ -53,13 +53,13 @@ def test_a_missing_file_costs_no_loading(tmp_path: Path) -> None:
     pw.save(quantized(llama()), tmp_path)
     model = llama()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(pw.CheckpointError, match=r"has no golden.safetensors .* pw.golden"):
+    with pytest.raises(pw.CheckpointError, match=r"has no golden.safetensors .* pw.report.golden"):
         pw.load(tmp_path, model, verify=True)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
 def test_outputs_of_another_shape(folder: Path) -> None:
-    made = pw.Golden.load(folder)
+    made = pw.report.Golden.load(folder)
     dataclasses.replace(made, width=made.width + 1).save(folder)
     with pytest.raises(pw.CheckpointError, match=r"rows of 128, the golden .* rows of 129.*another architecture"):
         pw.load(folder, llama(), verify=True)

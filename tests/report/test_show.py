@@ -69,7 +69,7 @@ def results():
         "comparison": pw.compare(exact, small, BATCHES, kind="logits"),
         "search": pw.search(exact, BATCHES, "4.5 bpw", algorithm="nearest"),
         "recommendation": pw.recommend(exact, BATCHES[0], candidates=["int8"], seconds=0.01),
-        "verification": pw.verify(small, pw.golden(exact, BATCHES)),
+        "verification": pw.report.verify(small, pw.report.golden(exact, BATCHES)),
         "model": pw.explain(torch.float32, small),
         "kernels": pw.explain(torch.float32, small[0].weight),
         "tensor": small[0].weight,

@@ -222,15 +222,15 @@ def every_function(model, calibrated, folder, told):
     yield "calibrate", pw.calibrate(model, calibrated, pw.Int8StaticActivationInt8WeightConfig, progress=told)
     yield "search", pw.search(model, calibrated, "4.5 bpw", progress=told)
     yield "recommend", pw.recommend(model, calibrated[0], candidates=["int8"], seconds=0.01, progress=told)
-    yield "improve", pw.improve(small, exact, calibrated, progress=told)
+    yield "improve", pw.algorithms.improve(small, exact, calibrated, progress=told)
     yield "sparsify_", pw.sparsify_(exact, "magnitude", progress=told)
     yield "save", pw.save(model, folder / "float", progress=told)
     yield "load", pw.load(folder / "float", nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), progress=told)
     yield "quantize_checkpoint", pw.quantize_checkpoint(folder / "float", folder / "int8", "int8", progress=told)
     yield "convert", pw.convert(folder / "int8", folder / "back", to="compressed-tensors", progress=told)
-    yield "golden", pw.golden(model, calibrated, progress=told)
+    yield "golden", pw.report.golden(model, calibrated, progress=told)
     yield "compare", pw.compare(model, small, calibrated, progress=told)
-    yield "verify", pw.verify(model, pw.golden(model, calibrated, progress=False), progress=told)
+    yield "verify", pw.report.verify(model, pw.report.golden(model, calibrated, progress=False), progress=told)
 
 
 def test_every_long_function_reports_its_progress(tmp_path, drawn):

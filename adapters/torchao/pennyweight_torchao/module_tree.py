@@ -11,10 +11,10 @@ __all__ = ["REEXPORTS", "TREE"]
 REEXPORTS: dict[str, tuple[str, str]] = {
     "@configs": (
         "pennyweight.planning.configs",
-        "AOBaseConfig AOPerModuleConfig FPXWeightOnlyConfig Float8DynamicActivationFloat8WeightConfig "
+        "AOBaseConfig FPXWeightOnlyConfig Float8DynamicActivationFloat8WeightConfig "
         "Float8DynamicActivationInt4WeightConfig Float8StaticActivationFloat8WeightConfig Float8WeightOnlyConfig "
         "FqnToConfig Int8StaticActivationInt8WeightConfig Int8WeightOnlyConfig MXDynamicActivationMXWeightConfig "
-        "ModuleFqnToConfig NF4WeightOnlyConfig NVFP4WeightOnlyConfig UIntXWeightOnlyConfig "
+        "NF4WeightOnlyConfig NVFP4WeightOnlyConfig UIntXWeightOnlyConfig "
         "float8_dynamic_activation_float8_weight float8_static_activation_float8_weight float8_weight_only "
         "fpx_weight_only int8_weight_only uintx_weight_only",
     ),

@@ -34,10 +34,10 @@ from .int8_float8_views import QuantizeTensorToInt8Kwargs
 from .v0_8_layouts import CutlassSemiSparseLayout, Layout, MarlinSparseLayout, SemiSparseLayout
 
 __all__ = [
-    "Float8DynamicActivationFloat8SemiSparseWeightConfig", "GemliteUIntXWeightOnlyConfig",
+    "AOPerModuleConfig", "Float8DynamicActivationFloat8SemiSparseWeightConfig", "GemliteUIntXWeightOnlyConfig",
     "Int4DynamicActivationInt4WeightConfig", "Int4WeightOnlyConfig", "Int8DynamicActivationInt4WeightConfig",
     "Int8DynamicActivationInt8WeightConfig", "Int8DynamicActivationIntxWeightConfig",
-    "Int8StaticActivationInt8WeightConfig", "IntxWeightOnlyConfig",
+    "Int8StaticActivationInt8WeightConfig", "IntxWeightOnlyConfig", "ModuleFqnToConfig",
     "PrototypeInt4WeightOnlyConfig", "gemlite_uintx_weight_only", "int4_dynamic_activation_int4_weight",
     "int4_weight_only", "int8_dynamic_activation_int4_weight", "int8_dynamic_activation_int8_semi_sparse_weight",
     "int8_dynamic_activation_int8_weight", "intx_weight_only",
@@ -282,3 +282,6 @@ int8_static_activation_int8_weight = Int8StaticActivationInt8WeightConfig
 int4_dynamic_activation_int4_weight = Int4DynamicActivationInt4WeightConfig
 intx_weight_only = IntxWeightOnlyConfig
 gemlite_uintx_weight_only = GemliteUIntXWeightOnlyConfig
+
+# names of FqnToConfig in 0.11, and in 0.12 to 0.15
+AOPerModuleConfig = ModuleFqnToConfig = ours.FqnToConfig

@@ -440,5 +440,5 @@ def test_siblings_in_a_frozen_model() -> None:
         y = model(x)
         told = torch.cat([F.linear(x, m.weight.dequantize()) for m in (model.q, model.k)], -1)
         assert torch.allclose(y, told, atol=1e-4)
-        pw.freeze_(model)
+        pw.inference.freeze_(model)
         assert torch.allclose(model(x), y, atol=1e-6)

@@ -61,7 +61,7 @@ def test_a_loaded_weight_is_a_weight_like_others(name: str, tmp_path: Path) -> N
     for again in (pw.load(tmp_path / "own"), torch.load(tmp_path / "pickle.pt", weights_only=True)):
         assert torch.equal(again["weight"].dequantize(), layer.weight.dequantize())
         assert again["weight"].act == layer.weight.act
-    pw.freeze_(layer)
+    pw.inference.freeze_(layer)
     assert torch.equal(layer(told["x"]), y)
 
 

@@ -233,7 +233,7 @@ def test_a_quantized_layer_says_so_when_it_is_printed(tmp_path) -> None:
     assert "weight=AffineQuantizedTensor(shape=(32, 64), int8" in str(m)
     torch.save(m, tmp_path / "m.pt")
     assert str(torch.load(tmp_path / "m.pt", weights_only=False)) == str(m)
-    pw.freeze_(m)
+    pw.inference.freeze_(m)
     assert "int8" in str(m)
 
 

@@ -19,12 +19,8 @@ from .floating import (
     NF4WeightOnlyConfig,
     NVFP4DynamicActivationNVFP4WeightConfig,
     NVFP4WeightOnlyConfig,
-    float8_dynamic_activation_float8_weight,
-    float8_static_activation_float8_weight,
-    float8_weight_only,
-    fpx_weight_only,
 )
-from .fqn import AOPerModuleConfig, ContractedAxis, FqnToConfig, ModuleFqnToConfig
+from .fqn import ContractedAxis, FqnToConfig
 from .integer import (
     Int4WeightOnlyConfig,
     Int8DynamicActivationInt4WeightConfig,
@@ -34,18 +30,10 @@ from .integer import (
     Int8WeightOnlyConfig,
     IntxWeightOnlyConfig,
     UIntXWeightOnlyConfig,
-    int4_weight_only,
-    int8_dynamic_activation_int4_weight,
-    int8_dynamic_activation_int8_weight,
-    int8_static_activation_int8_weight,
-    int8_weight_only,
-    intx_weight_only,
-    uintx_weight_only,
 )
 
 __all__ = [
     "AOBaseConfig",
-    "AOPerModuleConfig",
     "CodebookWeightOnlyConfig",
     "ContractedAxis",
     "FPXWeightOnlyConfig",
@@ -63,22 +51,10 @@ __all__ = [
     "IntxWeightOnlyConfig",
     "MXDynamicActivationMXWeightConfig",
     "MXWeightOnlyConfig",
-    "ModuleFqnToConfig",
     "NF4WeightOnlyConfig",
     "NVFP4DynamicActivationNVFP4WeightConfig",
     "NVFP4WeightOnlyConfig",
     "SpecConfig",
     "UIntXWeightOnlyConfig",
     "as_format",
-    "float8_dynamic_activation_float8_weight",
-    "float8_static_activation_float8_weight",
-    "float8_weight_only",
-    "fpx_weight_only",
-    "int4_weight_only",
-    "int8_dynamic_activation_int4_weight",
-    "int8_dynamic_activation_int8_weight",
-    "int8_static_activation_int8_weight",
-    "int8_weight_only",
-    "intx_weight_only",
-    "uintx_weight_only",
 ]

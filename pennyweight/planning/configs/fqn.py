@@ -93,10 +93,6 @@ def _named(key: object, value: Any) -> Any:
         raise type(error)(f"{key}: {error}") from None
 
 
-ModuleFqnToConfig = FqnToConfig
-AOPerModuleConfig = FqnToConfig
-
-
 @dataclass(frozen=True)
 class ContractedAxis(AOBaseConfig):
     """``config`` for a bare parameter that is contracted along ``axis``, -1 or -2.

@@ -26,7 +26,7 @@ def data(bad: float | None = None) -> list[Tensor]:
 def improved(model: nn.Module, given: Any) -> None:
     quantized = copy.deepcopy(model)
     pw.quantize_(quantized, INT4)
-    pw.improve(quantized, model, given)
+    pw.algorithms.improve(quantized, model, given)
 
 
 ENTRANCES: dict[str, Callable[[nn.Module, Any], Any]] = {

@@ -215,7 +215,7 @@ def test_improving_and_tuning_leave_it_sound() -> None:
     batches = [torch.randn(4, 8, 10) for _ in range(4)]
     model, _ = quantized(calibration=batches, algorithm=["kmeans", "bias"])
     before = model(batches[0])
-    report = pw.improve(model, Small(), batches)
+    report = pw.algorithms.improve(model, Small(), batches)
     assert "learned format; unchanged" in report.rows[1].note
     assert torch.equal(model(batches[0]), before)
     tuned, report = quantized(calibration=batches, algorithm=["kmeans", "tune"])

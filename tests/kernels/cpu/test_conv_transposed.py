@@ -98,7 +98,7 @@ def test_values_and_memory_format(name: str, act: ActivationSpec | None, dtype: 
         for form in (PLAIN, LAST) if w.ndim == 4 else (PLAIN,):
             given = x.contiguous(memory_format=form)
             pw.reset_fallbacks()
-            with pw.strict():
+            with pw.kernels.strict():
                 y = transposed(given, w, b, kwargs)
             assert not pw.fallbacks()
             assert (y.dtype, y.shape) == (dtype, exact.shape)

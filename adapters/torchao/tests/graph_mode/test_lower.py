@@ -151,7 +151,7 @@ def test_a_lowered_graph_holds_int8() -> None:
     lowered, report = pw.lower(graph)
     assert report.rows[0].bytes_before == 256 * 256
     assert sum(t.nbytes for t in lowered.state_dict().values()) < 1.2 * 256 * 256
-    assert isinstance(lowered.lowered_0, pw.FrozenLinear)
+    assert isinstance(lowered.lowered_0, pw.inference.FrozenLinear)
     assert torch.equal(lowered(x), lowered(x))
 
 
