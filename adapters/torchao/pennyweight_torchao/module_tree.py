@@ -14,9 +14,13 @@ REEXPORTS: dict[str, tuple[str, str]] = {
         "AOBaseConfig FPXWeightOnlyConfig Float8DynamicActivationFloat8WeightConfig "
         "Float8DynamicActivationInt4WeightConfig Float8StaticActivationFloat8WeightConfig Float8WeightOnlyConfig "
         "FqnToConfig Int8StaticActivationInt8WeightConfig Int8WeightOnlyConfig MXDynamicActivationMXWeightConfig "
-        "NF4WeightOnlyConfig NVFP4WeightOnlyConfig UIntXWeightOnlyConfig "
+        "NF4WeightOnlyConfig NVFP4WeightOnlyConfig UIntXWeightOnlyConfig",
+    ),
+    "@integer_aliases": ("pennyweight.planning.configs.integer", "int8_weight_only uintx_weight_only"),
+    "@float_aliases": (
+        "pennyweight.planning.configs.floating",
         "float8_dynamic_activation_float8_weight float8_static_activation_float8_weight float8_weight_only "
-        "fpx_weight_only int8_weight_only uintx_weight_only",
+        "fpx_weight_only",
     ),
     "@granularity": (
         "pennyweight.planning.granularity",
@@ -112,7 +116,7 @@ REEXPORTS: dict[str, tuple[str, str]] = {
     ),
 }
 
-_CONFIGS = "v0_8_configs configs.float8 configs.granularity @configs"
+_CONFIGS = "v0_8_configs configs.float8 configs.granularity @configs @integer_aliases @float_aliases"
 _PRIMITIVES = "primitives format_primitives hqq qparams enums"
 _MX_TENSORS = "mx.mx_tensor mx.nvfp4_tensor"
 _NF4 = "nf4.tensor nf4.linear"
