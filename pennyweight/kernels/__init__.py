@@ -57,7 +57,6 @@ __all__ = [
     "recurrent",
     "reference",
     "register_kernel",
-    "register_later",
     "repack",
     "select",
     "torch_int4",

@@ -1,4 +1,4 @@
-"""The diffs of docs/development/adding.md apply to a copy of the package, their code runs there, and so do the tests of the entry."""
+"""The diffs of docs/development/adding.md apply to a copy, their code runs there, and its tests pass."""
 
 import os
 import re
