@@ -58,7 +58,6 @@ __all__ = [
     "recurrent",
     "reference",
     "register_kernel",
-    "register_later",
     "repack",
     "select",
     "strict",
