@@ -69,8 +69,10 @@ def products(scheme: str, kernel: str, device: torch.device) -> Iterator[GpuTimi
     floats = copies(timer, torch.randn(SIZE, SIZE, device=device, dtype=torch.bfloat16) * SIZE**-0.5)
     for rows in ROWS:
         x = torch.randn(rows, SIZE, device=device, dtype=torch.bfloat16)
-        ours, theirs = (timer.time([partial(F.linear, x, w) for w in ws]) for ws in (held, floats))
-        yield GpuTiming(scheme, rows, ours.us, theirs.us, max(ours.spread, theirs.spread), kernel)
+        quantized_time, float_time = (timer.time([partial(F.linear, x, w) for w in ws]) for ws in (held, floats))
+        yield GpuTiming(
+            scheme, rows, quantized_time.us, float_time.us, max(quantized_time.spread, float_time.spread), kernel
+        )
 
 
 def tune(card: str, target: str, source: str, device: torch.device) -> str:
@@ -88,9 +90,9 @@ def tune(card: str, target: str, source: str, device: torch.device) -> str:
 
     timer, end = DeviceTimer(str(device)), monotonic() + SECONDS
     lines: list[dict[str, Any]] = []
-    with step("tuning") as told:
+    with step("tuning") as advance:
         for number, (scheme, bucket) in enumerate((scheme, bucket) for scheme in TUNED for bucket in BUCKETS):
-            told(number, len(TUNED) * len(BUCKETS), f"{scheme}, {bucket} rows")
+            advance(number, len(TUNED) * len(BUCKETS), f"{scheme}, {bucket} rows")
             products = {}
             for n, k in TUNED_SIZES:
                 weight = quantized_weight(scheme, n, device)

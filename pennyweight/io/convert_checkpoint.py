@@ -126,8 +126,8 @@ def convert(
             _check_algorithm(found, lost, "GGUF", requantize)
             if dry_run:
                 return planned
-            with step("convert", progress) as told:
-                report = write_gguf(*options, False, told, imatrix)
+            with step("convert", progress) as advance:
+                report = write_gguf(*options, False, advance, imatrix)
             report.notes += [*_order_note(unordered), *_requantized_note(report, {})]
             return report
         check_places(source.files, source.path, dst)
@@ -136,8 +136,8 @@ def convert(
         again = [name for name, choice in chosen.items() if choice.how == REQUANTIZED and not choice.codes]
         _check_algorithm(source, again, target.name, requantize)
         if not dry_run:
-            with step("convert", progress) as told:
-                fill(report, chosen, carry_out(job, dst, resume, told))
+            with step("convert", progress) as advance:
+                fill(report, chosen, carry_out(job, dst, resume, advance))
             report.notes += [*_order_note(unordered), *_requantized_note(report, job.noise.changed)]
     return report
 

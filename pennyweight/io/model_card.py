@@ -80,10 +80,10 @@ def write_card(
     Only folders of transformers get a card: those whose config.json has a "model_type".
     """
     path, origin = os.path.join(folder, CARD), _read(source)
-    theirs = _read(replaces or folder)
-    if theirs is not None and not is_generated(theirs) and theirs != origin:
+    existing = _read(replaces or folder)
+    if existing is not None and not is_generated(existing) and existing != origin:
         if replaces and os.path.realpath(replaces) != os.path.realpath(folder):
-            write_bytes(path, theirs)
+            write_bytes(path, existing)
         return False
     if not generate or "model_type" not in (read_config(folder) or {}):
         return False

@@ -190,14 +190,14 @@ def convert_or_requantize(
     perm: whether the result keeps w's channel permutation. requantize: gives the parts of float values under ``spec``,
     of a format without quantized activations; default: round to nearest, with the parameters of w's static activation.
     """
-    parts, shape, mine = w.plain_parts(), w.stored_shape, clean(w.spec)
+    parts, shape, own_spec = w.plain_parts(), w.stored_shape, clean(w.spec)
     if requantize is not None:
         parts = parts._replace(act_scale=None, act_zero_point=None)
     if exact:
         return parts
-    was = dequantize(parts, mine, shape)
+    was = dequantize(parts, own_spec, shape)
     reordered = parts.perm is not None and not perm  # blocks differ in the original channel order
-    new = None if reordered else convert_parts(parts, mine, shape, spec)
+    new = None if reordered else convert_parts(parts, own_spec, shape, spec)
     if new is None and requantize is not None:
         new = requantize(was)
     elif new is None:

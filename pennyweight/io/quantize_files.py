@@ -85,8 +85,8 @@ def quantize_checkpoint(
             decided.report.notes.append(check_plan(decided.plan.rows, for_))
         check_places([file.path for file in source.files], source.path, dst)
         if not dry_run:
-            with step("quantize_checkpoint", progress) as told:
-                _fill_report(decided, carry_out(decided.job, dst, resume, told, ranks))
+            with step("quantize_checkpoint", progress) as advance:
+                _fill_report(decided, carry_out(decided.job, dst, resume, advance, ranks))
     return decided.report
 
 

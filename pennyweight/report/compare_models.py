@@ -83,13 +83,13 @@ def compare(
     sums: Sums | None = None
     rule = labels_rule(exact, labels)
     total = len(batches) if isinstance(batches, Sized) else 0  # 0: an iterator, whose end is not known
-    with step("compare", progress) as told, evaluating(exact, found):
+    with step("compare", progress) as advance, evaluating(exact, found):
         for done, batch in enumerate(batches_of(batches), 1):
             y, y_q = probe.run(exact, found, batch)
             if sums is None:
                 sums = Sums(kind or kind_of_output(y, otherwise), rule, pooling)
             sums.add(batch, y, y_q)
-            told(done, total, "")
+            advance(done, total, "")
     if sums is None or not sums.rows:
         raise ValueError("there is nothing to compare: no batch was given, or the masks exclude all tokens")
     kl, interval, top1, perplexity = sums.distributions(seed, temperature)

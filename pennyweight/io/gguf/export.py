@@ -26,7 +26,7 @@ from ..config_files import folder_of, method_files
 from ..file import CheckpointError, checkpoint_errors
 from ..lazy_checkpoint import Opened, StoredTensor
 from ..output_formats import as_float, convert_or_requantize, row_chunks
-from ..resumable_write import Progress, Told, fingerprint
+from ..resumable_write import Callback, Progress, fingerprint
 from ..streaming import QuantizationNoise
 from .architectures import BY_MODEL_TYPE
 from .blocks import TYPES, BlockType
@@ -79,8 +79,8 @@ class Planned:
 
 
 def write_gguf(
-    source: Opened, dst: str, wanted: str | None, pattern_file: Any, resume: bool, dry_run: bool, told: Told | None,
-    imatrix: Any = None,
+    source: Opened, dst: str, wanted: str | None, pattern_file: Any, resume: bool, dry_run: bool,
+    advance: Callback | None, imatrix: Any = None,
 ) -> Report:  # fmt: skip
     """See :func:`pennyweight.convert`. Raises CheckpointError, ValueError for an unknown type, OSError."""
     kind = None if wanted is None else wanted_type(wanted)
@@ -115,7 +115,7 @@ def write_gguf(
         labels.append(hashlib.sha256(b"".join(_moment_bytes(weights))).hexdigest())
     files = (*source.files, *method_files(folder_of(source.path)))
     progress = Progress(folder, fingerprint(files, labels, [], lambda shard: {}), f"{name}{PROGRESS_ENDING}")
-    sqnr_of = _write(dst, metadata, infos, planned, extra, progress, size, resume, told)
+    sqnr_of = _write(dst, metadata, infos, planned, extra, progress, size, resume, advance)
     for row in rows:
         if row.name in sqnr_of:
             row.sqnr = sqnr_of[row.name]
@@ -289,7 +289,7 @@ def _kind(kind: str) -> str:
 
 def _write(
     dst: str, metadata: Mapping[str, Value], infos: Any, planned: Mapping[str, Planned], extra: Mapping[str, Tensor],
-    progress: Progress, size: int, resume: bool, told: Told | None,
+    progress: Progress, size: int, resume: bool, advance: Callback | None,
 ) -> dict[str, float]:  # fmt: skip
     temp = f"{dst}.partial"
     remove_left_over(*os.path.split(progress.path))
@@ -324,8 +324,8 @@ def _write(
                     progress.done |= fresh
                     progress.write()
                     fresh, unsynced = {}, 0
-            if told is not None:
-                told(done + 1, len(planned), p.hf)
+            if advance is not None:
+                advance(done + 1, len(planned), p.hf)
         writer.finish(dst)
         progress.done |= fresh
         os.unlink(progress.path)
