@@ -65,11 +65,11 @@ def products(scheme: str, kernel: str, device: torch.device) -> Iterator[GpuTimi
     from ..kernels.triton.timing import DeviceTimer
 
     timer = DeviceTimer(str(device))
-    held = copies(timer, quantized_weight(scheme, SIZE, device))
+    weights = copies(timer, quantized_weight(scheme, SIZE, device))
     floats = copies(timer, torch.randn(SIZE, SIZE, device=device, dtype=torch.bfloat16) * SIZE**-0.5)
     for rows in ROWS:
         x = torch.randn(rows, SIZE, device=device, dtype=torch.bfloat16)
-        quantized_time, float_time = (timer.time([partial(F.linear, x, w) for w in ws]) for ws in (held, floats))
+        quantized_time, float_time = (timer.time([partial(F.linear, x, w) for w in ws]) for ws in (weights, floats))
         yield GpuTiming(
             scheme, rows, quantized_time.us, float_time.us, max(quantized_time.spread, float_time.spread), kernel
         )
@@ -96,10 +96,10 @@ def tune(card: str, target: str, source: str, device: torch.device) -> str:
             products = {}
             for n, k in TUNED_SIZES:
                 weight = quantized_weight(scheme, n, device)
-                held = copies(timer, weight if weight.spec.layout == "gpu" else weight.to_layout("gpu"))
+                weights = copies(timer, weight if weight.spec.layout == "gpu" else weight.to_layout("gpu"))
                 for m in BUCKETS[bucket]:
                     x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
-                    products[f"{m} rows, {n}x{k}"] = [(x, w) for w in held]
+                    products[f"{m} rows, {n}x{k}"] = [(x, w) for w in weights]
             static = weight_only.static_of(weight.spec, (n, k), torch.bfloat16)
             d, small, offset = static.decoding, static.small, static.offset
             shipped = tiles.choose(target, "", d, bucket, small=small, offset=offset)

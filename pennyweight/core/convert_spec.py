@@ -30,8 +30,8 @@ def conversion_kind(spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> str
         alike = (spec.scale, spec.offset, spec.mid + shift) == (to.scale, to.offset, to.mid)
         return "exact" if alike and max(times, default=1) == 1 else None
     shifted = to.offset is not None and (spec.zero_point or to.mid - shift - spec.mid != 0)
-    held = _holds(to.scale, spec.scale) and _holds(to.offset, spec.offset)
-    return "exact" if held and not shifted else "rounded"
+    fits = _holds(to.scale, spec.scale) and _holds(to.offset, spec.offset)
+    return "exact" if fits and not shifted else "rounded"
 
 
 def convert_parts(parts: Parts, spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> Parts | None:

@@ -306,8 +306,8 @@ def _report_rows(captured: Captured, chosen: list[Any], made: dict[str, Any], mo
         )
     for name, t in captured.floats.items():
         kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
-        held = str(t.dtype).removeprefix("torch.")
-        found.append(Row(name, kind, tuple(t.shape), "", "", t.nbytes, t.nbytes, note=held))
+        stored = str(t.dtype).removeprefix("torch.")
+        found.append(Row(name, kind, tuple(t.shape), "", "", t.nbytes, t.nbytes, note=stored))
     listed = {row.name for row in found} | {w.parameter for w in captured.weights}
     for name, p in model.named_parameters():
         if name not in listed:

@@ -143,7 +143,7 @@ def _match(c: Opened, slots: dict[str, Slot], strict: bool) -> dict[str, str]:
     """Model name -> file name of the tensor that fills it. Raises CheckpointError on a mismatch."""
     source = {n: c.aliases.get(n, n) for n in slots if n in c}
     # A float checkpoint of a tied model often holds the tied weight once, under one of its names
-    by_tensor: dict[int, str] = {id(slots[n].tensor): held for n, held in source.items()}
+    by_tensor: dict[int, str] = {id(slots[n].tensor): stored for n, stored in source.items()}
     missing = []
     for name, slot in slots.items():
         if name not in source and id(slot.tensor) in by_tensor:
@@ -157,8 +157,8 @@ def _match(c: Opened, slots: dict[str, Slot], strict: bool) -> dict[str, str]:
         if said:
             remedy = "; load with strict=False to load the matching tensors"
             raise CheckpointError(c.path, (missing or extra)[0], "; ".join(said) + remedy)
-    for name, held in source.items():
-        reason = _unfit(slots[name].tensor, c.held[held].kind)
+    for name, stored in source.items():
+        reason = _unfit(slots[name].tensor, c.held[stored].kind)
         if reason is not None:
             raise CheckpointError(c.path, name, reason)
     return source
@@ -194,15 +194,15 @@ def _tensors(
 ) -> dict[str, Tensor]:  # fmt: skip
     """New tensors by model name: checked, on the target device, packed; tied names share one object."""
     users: dict[str, list[str]] = {}
-    for name, held in source.items():
-        users.setdefault(held, []).append(name)
+    for name, stored in source.items():
+        users.setdefault(stored, []).append(name)
     new: dict[str, Tensor] = {}
-    for held, names in users.items():
+    for stored, names in users.items():
         first = slots[names[0]]
         target = device if device is not None else None if first.tensor.device.type == "meta" else first.tensor.device
         ops = tuple(dict.fromkeys(slots[n].op for n in names))
         wanted = first.tensor.dtype if c.format == "gguf" and dtype is None else dtype
-        tensor: Any = _to(c[held], target, wanted)
+        tensor: Any = _to(c[stored], target, wanted)
         quantized = isinstance(tensor, AffineQuantizedTensor)
         if quantized and tensor.ndim > 1:
             tensor = prepare(tensor, ops)

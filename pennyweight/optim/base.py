@@ -214,7 +214,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         state["step"] += 1
         count = int(state["step"].item())
         c = self.numbers(group, count)
-        held = [local_tensor(state[name]) for name in self.names(group)]
+        states = [local_tensor(state[name]) for name in self.names(group)]
         kept = [KEPT[self.BITS][self.STATES[name]] for name in self.names(group)]
         key, turn = (
             stochastic_rounding.make_key(group["seed"], ordinal, *mesh_coordinate(p)),
@@ -222,25 +222,25 @@ class LowBitOptimizer(torch.optim.Optimizer):
         )
         local, g = local_tensor(p), local_gradient(p)
         stochastic = group["bf16_stochastic_round"] and p.dtype is torch.bfloat16
-        why = native.accepts(local, g, held)
+        why = native.accepts(local, g, states)
         if why is not True:
             slow[why] += 1
-            self._plain(local, g, held, kept, c, key, count, group, stochastic)
+            self._plain(local, g, states, kept, c, key, count, group, stochastic)
             return None, None
         values, g = local.contiguous(), g.contiguous()
         flags = native.MAXIMIZE * bool(group["maximize"]) + native.NESTEROV * bool(group.get("nesterov"))
         made = self._jobs.get(p)
-        where = (values.data_ptr(), values.numel(), values.dtype, key, *(_address(s) for s in held))
+        where = (values.data_ptr(), values.numel(), values.dtype, key, *(_address(s) for s in states))
         if made is None or made[0] != where:
-            block = next((s.spec.block for s in held if isinstance(s, QT)), None)
+            block = next((s.spec.block for s in states if isinstance(s, QT)), None)
             where_blocks = StateBlocks(1, 1, 1, 1) if block is None else state_blocks(local.shape, block)
-            job = native.job(values, held, [(k.stochastic, k.power) for k in kept], self.RULE[1], where_blocks, key)
+            job = native.job(values, states, [(k.stochastic, k.power) for k in kept], self.RULE[1], where_blocks, key)
             self._jobs[p] = made = (where, job)
         native.set_step(made[1], g, flags + native.STOCHASTIC * stochastic, turn, c)
         return made[1], (local, values, g)
 
     def _plain(
-        self, p: Tensor, g: Tensor, held: Sequence[Tensor], kept: Sequence[StateFormat], c: Sequence[float],
+        self, p: Tensor, g: Tensor, states: Sequence[Tensor], kept: Sequence[StateFormat], c: Sequence[float],
         key: tuple[int, int], count: int, group: dict[str, Any], stochastic: bool,
     ) -> None:  # fmt: skip
         """The reference step, used if there is no native one."""
@@ -248,9 +248,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
         wide = torch.float64 if p.dtype is torch.float64 else torch.float32
         x = p.dequantize(wide) if isinstance(p, QT) else p.to(wide, copy=True)
         g = g.to(wide)
-        floats = [read(s).to(wide) for s in held]
+        floats = [read(s).to(wide) for s in states]
         self.RULE[0](x, -g if group["maximize"] else g, floats, c, bool(group.get("nesterov")))
-        for state, value, how in zip(held, floats, kept, strict=True):
+        for state, value, how in zip(states, floats, kept, strict=True):
             if isinstance(state, QT):
                 write_(state, value.float(), how, key, turn)
             elif state is not value:

@@ -122,11 +122,11 @@ def stored_bytes(tensor: Tensor) -> int:
 
 def model_bytes(model: nn.Module) -> int:
     """Stored bytes of a model's state dict; tied weights count once."""
-    held: dict[int, Tensor] = {id(p): p for p in model.parameters()}
+    tensors: dict[int, Tensor] = {id(p): p for p in model.parameters()}
     for module in model.modules():
         lasting = module._buffers.keys() - module._non_persistent_buffers_set
-        held |= {id(b): b for n in lasting if (b := module._buffers[n]) is not None}
-    return sum(stored_bytes(t) for t in held.values())
+        tensors |= {id(b): b for n in lasting if (b := module._buffers[n]) is not None}
+    return sum(stored_bytes(t) for t in tensors.values())
 
 
 def weight_sqnr(exact: Tensor, found: Tensor) -> float:

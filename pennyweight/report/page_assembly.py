@@ -193,11 +193,11 @@ def _stored(folder: str, name: str) -> Quantization:
     layers: list[Layer] = []
     entries = []
     with open_checkpoint(folder) as checkpoint:
-        total = sum(held.nbytes for held in checkpoint.held.values())
-        for key, held in checkpoint.held.items():
-            shape, meta = tuple(held.kind.shape), held.meta
+        total = sum(stored.nbytes for stored in checkpoint.held.values())
+        for key, stored in checkpoint.held.items():
+            shape, meta = tuple(stored.kind.shape), stored.meta
             count = math.prod(shape)
-            entries.append((key, len(shape), held.nbytes, count, meta is not None))
+            entries.append((key, len(shape), stored.nbytes, count, meta is not None))
             if len(shape) < 2:
                 continue
             scheme = short = ""
@@ -205,8 +205,8 @@ def _stored(folder: str, name: str) -> Quantization:
                 scheme = f"{meta.spec.with_(layout='plain')}{' perm' if meta.perm else ''}"
                 scheme += "" if meta.act is None else f" × {meta.act}"
                 short = shorten(meta.spec, meta.act)
-            unknown = count * held.kind.dtype.itemsize  # its size before quantization
-            layers.append(Layer(key, "", shape, scheme, count, unknown, held.nbytes, math.nan, scheme_short=short))
+            unknown = count * stored.kind.dtype.itemsize  # its size before quantization
+            layers.append(Layer(key, "", shape, scheme, count, unknown, stored.nbytes, math.nan, scheme_short=short))
     kinds: list[KindBytes] = stored_kinds(entries)
     said = verdict(None, layers, kinds, total=total, total_float=None, latency={})
     return Quantization(name, folder, layers, total, kinds, verdict=said)
