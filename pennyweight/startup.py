@@ -60,9 +60,9 @@ def _settle_when_saved(module: str, base: str) -> None:
 
     @wraps(plain)
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        held = getattr(self, "hf_quantizer", None)
-        ours = held is None or type(held).__module__.startswith(f"{_PACKAGE}.")
-        if ours and any(isinstance(p, AffineQuantizedTensor) for p in self.parameters()) != (held is not None):
+        quantizer = getattr(self, "hf_quantizer", None)
+        ours = quantizer is None or type(quantizer).__module__.startswith(f"{_PACKAGE}.")
+        if ours and any(isinstance(p, AffineQuantizedTensor) for p in self.parameters()) != (quantizer is not None):
             import_module(".quantize.save_pretrained", _PACKAGE).settle_saving_(self)
         return plain(self, *args, **kwargs)
 

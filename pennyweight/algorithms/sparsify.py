@@ -143,10 +143,10 @@ def sparsify_(
         nonlocal done
         out[name].sqnr, out[name].note = _apply(todo[name], method, wanted, seen, damping)
         done += 1
-        told(done, len(todo), name)
+        advance(done, len(todo), name)
 
     left = dict.fromkeys(todo)
-    with step("sparsify_", progress) as told, torch.no_grad():
+    with step("sparsify_", progress) as advance, torch.no_grad():
         if needs:
             weights = {id(row.tensor): name for name, row in todo.items()}
             for names, seen in CalibrationLoop(model, weights, batches, needs, spill).stages():

@@ -106,8 +106,8 @@ def convert(
         folder = output_folder(dst, force, job, resume)
     elif os.path.lexists(dst) and not force:
         raise ValueError(f"{dst} already exists; choose another file, or pass --force")
-    with progress_bar() as told, resume_hint():
-        report = job(folder, resume=resume, progress=told)
+    with progress_bar() as advance, resume_hint():
+        report = job(folder, resume=resume, progress=advance)
     if to not in ("gguf", "float"):
         renew_card(folder, dst, src)
     publish_output(folder, dst)

@@ -88,9 +88,9 @@ def _convolutions() -> Iterator[Timing]:
             quantized = copy.deepcopy(layer)
             (row,) = quantize_(quantized, by_name(name), lambda module, fqn: True).quantized
             with torch.no_grad():
-                ours, theirs, noisy = _alternate(partial(quantized, x), partial(layer, x))
+                seconds, float_seconds, noisy = _alternate(partial(quantized, x), partial(layer, x))
             rows = x.numel() // shape[1]
-            yield Timing(name, "float32", rows, row.kernel, ours * 1e6, theirs * 1e6, noisy, what)
+            yield Timing(name, "float32", rows, row.kernel, seconds * 1e6, float_seconds * 1e6, noisy, what)
 
 
 def _blocks() -> Iterator[Timing]:
@@ -102,10 +102,10 @@ def _blocks() -> Iterator[Timing]:
         for tokens in TOKENS:
             x = torch.randn(1, tokens, WIDTH, dtype=torch.float32, device="cpu")
             with torch.inference_mode():
-                ours, theirs, noisy = _alternate(partial(fused, x), partial(layer, x))
+                seconds, float_seconds, noisy = _alternate(partial(fused, x), partial(layer, x))
             kernel = f"not fused: {reason}" if reason else "block"
             what = f"transformer block of width {WIDTH}"
-            yield Timing(name, "float32", tokens, kernel, ours * 1e6, theirs * 1e6, noisy, what)
+            yield Timing(name, "float32", tokens, kernel, seconds * 1e6, float_seconds * 1e6, noisy, what)
 
 
 def _products() -> Iterator[Timing]:
@@ -128,18 +128,18 @@ def _products() -> Iterator[Timing]:
             for rows in ROWS:
                 x = torch.randn(rows, SIZE, dtype=dtype)
                 with torch.no_grad():
-                    ours, theirs, noisy = _alternate(partial(quantized, x), partial(layer, x))
+                    seconds, float_seconds, noisy = _alternate(partial(quantized, x), partial(layer, x))
                 kernel = select("linear", case_of(weight, dtype)).name
                 short = str(dtype).removeprefix("torch.")
-                yield Timing(name, short, rows, kernel, ours * 1e6, theirs * 1e6, noisy, what)
+                yield Timing(name, short, rows, kernel, seconds * 1e6, float_seconds * 1e6, noisy, what)
 
 
 def _alternate(a: Callable[[], Any], b: Callable[[], Any]) -> tuple[float, float, bool]:
     """Median seconds per call of each, and whether the samples of either disagree."""
     counts = [max(1, int(_SECONDS / max(_time(f, 3), 1e-9))) for f in (a, b)]
     samples = [(_time(a, counts[0]), _time(b, counts[1])) for _ in range(_ROUNDS)]
-    ours, theirs = (sorted(side) for side in zip(*samples, strict=True))
-    return median(ours), median(theirs), any(side[-1] > _NOISE * side[0] for side in (ours, theirs))
+    seconds, float_seconds = (sorted(side) for side in zip(*samples, strict=True))
+    return median(seconds), median(float_seconds), any(side[-1] > _NOISE * side[0] for side in (seconds, float_seconds))
 
 
 def _time(f: Callable[[], Any], count: int) -> float:

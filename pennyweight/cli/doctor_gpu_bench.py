@@ -65,12 +65,14 @@ def products(scheme: str, kernel: str, device: torch.device) -> Iterator[GpuTimi
     from ..kernels.triton.timing import DeviceTimer
 
     timer = DeviceTimer(str(device))
-    held = copies(timer, quantized_weight(scheme, SIZE, device))
+    weights = copies(timer, quantized_weight(scheme, SIZE, device))
     floats = copies(timer, torch.randn(SIZE, SIZE, device=device, dtype=torch.bfloat16) * SIZE**-0.5)
     for rows in ROWS:
         x = torch.randn(rows, SIZE, device=device, dtype=torch.bfloat16)
-        ours, theirs = (timer.time([partial(F.linear, x, w) for w in ws]) for ws in (held, floats))
-        yield GpuTiming(scheme, rows, ours.us, theirs.us, max(ours.spread, theirs.spread), kernel)
+        quantized_time, float_time = (timer.time([partial(F.linear, x, w) for w in ws]) for ws in (weights, floats))
+        yield GpuTiming(
+            scheme, rows, quantized_time.us, float_time.us, max(quantized_time.spread, float_time.spread), kernel
+        )
 
 
 def tune(card: str, target: str, source: str, device: torch.device) -> str:
@@ -88,16 +90,16 @@ def tune(card: str, target: str, source: str, device: torch.device) -> str:
 
     timer, end = DeviceTimer(str(device)), monotonic() + SECONDS
     lines: list[dict[str, Any]] = []
-    with step("tuning") as told:
+    with step("tuning") as advance:
         for number, (scheme, bucket) in enumerate((scheme, bucket) for scheme in TUNED for bucket in BUCKETS):
-            told(number, len(TUNED) * len(BUCKETS), f"{scheme}, {bucket} rows")
+            advance(number, len(TUNED) * len(BUCKETS), f"{scheme}, {bucket} rows")
             products = {}
             for n, k in TUNED_SIZES:
                 weight = quantized_weight(scheme, n, device)
-                held = copies(timer, weight if weight.spec.layout == "gpu" else weight.to_layout("gpu"))
+                weights = copies(timer, weight if weight.spec.layout == "gpu" else weight.to_layout("gpu"))
                 for m in BUCKETS[bucket]:
                     x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
-                    products[f"{m} rows, {n}x{k}"] = [(x, w) for w in held]
+                    products[f"{m} rows, {n}x{k}"] = [(x, w) for w in weights]
             static = weight_only.static_of(weight.spec, (n, k), torch.bfloat16)
             d, small, offset = static.decoding, static.small, static.offset
             shipped = tiles.choose(target, "", d, bucket, small=small, offset=offset)

@@ -62,21 +62,22 @@ def explanation(checkpoint: Opened, layer: str, dtypes: tuple[str, ...], op: str
     found = {t.name: t for t in contents_of(checkpoint).tensors}
     aliases = {alias: t.name for t in found.values() for alias in t.tied}
     name = _resolve(layer, found.keys() | aliases.keys())
-    held = found[aliases.get(name, name)]
-    lines = [f"{name} {list(held.shape)}" + (f", tied to {held.name}" if name in aliases else "")]
+    stored = found[aliases.get(name, name)]
+    lines = [f"{name} {list(stored.shape)}" + (f", tied to {stored.name}" if name in aliases else "")]
     size = item(
-        "bytes", f"{held.bytes:,}" + (f", {8 * held.bytes / held.numel:.3f} bits per weight" if held.numel else "")
+        "bytes",
+        f"{stored.bytes:,}" + (f", {8 * stored.bytes / stored.numel:.3f} bits per weight" if stored.numel else ""),
     )
-    meta = checkpoint.held[held.name].meta
+    meta = checkpoint.held[stored.name].meta
     data: dict[str, Any] = {
-        "version": 1, "name": name, "tied_to": held.name if name in aliases else None, "shape": list(held.shape),
-        "dtype": held.dtype, "scheme": held.scheme, "bytes": held.bytes, "op": None, "inputs": [],
+        "version": 1, "name": name, "tied_to": stored.name if name in aliases else None, "shape": list(stored.shape),
+        "dtype": stored.dtype, "scheme": stored.scheme, "bytes": stored.bytes, "op": None, "inputs": [],
     }  # fmt: skip
     if meta is None:
-        lines += [item("stored as", f"{held.dtype}: not quantized, so torch's operators run"), size]
+        lines += [item("stored as", f"{stored.dtype}: not quantized, so torch's operators run"), size]
         return data, "\n".join(lines)
     lines += [
-        item("stored as", f"{held.scheme}, dequantizes to {held.dtype}"),
+        item("stored as", f"{stored.scheme}, dequantizes to {stored.dtype}"),
         size,
         describe(meta.spec, meta.stored_shape, meta.act),
     ]

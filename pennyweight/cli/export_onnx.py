@@ -81,13 +81,15 @@ def _model(model_dir: str, config: Any) -> Any:
     model = fresh_model(model_dir)
     require_text(model)
     load(model_dir, model)
-    held = [name for name, p in model.named_parameters() if isinstance(p, AffineQuantizedTensor)]
-    if config is None and not held:
+    quantized = [name for name, p in model.named_parameters() if isinstance(p, AffineQuantizedTensor)]
+    if config is None and not quantized:
         raise ValueError(
             f"{model_dir} contains float weights; pass --config to quantize them, one of {', '.join(CONFIGS)}"
         )
-    if config is not None and held:
-        raise ValueError(f"{model_dir} is already quantized ({held[0]} and {len(held) - 1} more); leave --config out")
+    if config is not None and quantized:
+        raise ValueError(
+            f"{model_dir} is already quantized ({quantized[0]} and {len(quantized) - 1} more); leave --config out"
+        )
     if config is not None:
         quantize_(model, config)
     return model

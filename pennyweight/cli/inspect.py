@@ -176,8 +176,8 @@ def text(found: Contents, all_tensors: bool = False) -> str:
         "",
     ]
     for word, some in (("quantized", found.quantized), ("not quantized", found.plain)):
-        held = sum(t.bytes for t in some)
-        lines.append(f"{len(some)} tensors {word}, {held:,} bytes ({size(held)})")
+        nbytes = sum(t.bytes for t in some)
+        lines.append(f"{len(some)} tensors {word}, {nbytes:,} bytes ({size(nbytes)})")
     if found.bits_per_weight is not None:
         lines.append(f"{found.bits_per_weight:.3f} bits per quantized weight, scales and zero points included")
     for name, nbytes in found.files.items():

@@ -216,8 +216,8 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
     """The bar of a command on stderr, see support/progress.py. Yields a function to pass as ``progress``."""
     from ..support.progress import step
 
-    with step("", delay=0.5) as told:
-        yield told
+    with step("", delay=0.5) as advance:
+        yield advance
 
 
 # -- torchrun, several processes of which rank 0 prints ----------------------------------------------------------------

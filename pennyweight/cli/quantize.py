@@ -174,23 +174,23 @@ def quantize(
     if dry_run:
         report, after = job(dry_run=True), None
     elif max_kl is not None:
-        with progress_bar() as told:
+        with progress_bar() as advance:
             report = run_gated(
-                lambda folder: job(folder, progress=told), model_dir, out_dir, force, max_kl, text or [], finish
+                lambda folder: job(folder, progress=advance), model_dir, out_dir, force, max_kl, text or [], finish
             )
         after = contents(out_dir).file_bytes
     elif algorithm or budget:
         from .quantize_in_memory import JOURNAL
 
         check_room(out_dir, force, but=JOURNAL)
-        with progress_bar() as told, nullcontext() if budget else resume_hint():
-            report = learned(progress=told, resume=None if budget else resume, finish=finish)
+        with progress_bar() as advance, nullcontext() if budget else resume_hint():
+            report = learned(progress=advance, resume=None if budget else resume, finish=finish)
         after = contents(out_dir).file_bytes
     else:
         with over_ranks():
             folder = RankGroup(out_dir, several).first(lambda: output_folder(out_dir, force, job, resume))
-            with progress_bar() if is_first_rank() else nullcontext() as told, resume_hint():
-                report = job(folder, progress=told, resume=resume)
+            with progress_bar() if is_first_rank() else nullcontext() as advance, resume_hint():
+                report = job(folder, progress=advance, resume=resume)
             if is_first_rank():
                 finish(folder, report)
                 publish_output(folder, out_dir)

@@ -94,7 +94,7 @@ def report(
     page = gather(
         [local_path(d) for d in quantized_dirs], local_path(float_dir), text or (), command=command, batch=batch,
         length=length, limit=limit or None, inputs=inputs, measure=measure, speed=speed, rounds=rounds, trials=trials,
-        pareto=points, told=_tell,
+        pareto=points, notify=_notify,
     )  # fmt: skip
     data = html(page).encode()
     write_bytes(out, data)
@@ -135,6 +135,6 @@ def _command(*arguments: Any, **options: Any) -> str:
     return shlex.join(words)
 
 
-def _tell(text: str) -> None:
+def _notify(text: str) -> None:
     if sys.stderr.isatty():
         typer.echo(f"pennyweight: {text}", err=True)

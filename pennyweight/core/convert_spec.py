@@ -30,8 +30,8 @@ def conversion_kind(spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> str
         alike = (spec.scale, spec.offset, spec.mid + shift) == (to.scale, to.offset, to.mid)
         return "exact" if alike and max(times, default=1) == 1 else None
     shifted = to.offset is not None and (spec.zero_point or to.mid - shift - spec.mid != 0)
-    held = _holds(to.scale, spec.scale) and _holds(to.offset, spec.offset)
-    return "exact" if held and not shifted else "rounded"
+    fits = _holds(to.scale, spec.scale) and _holds(to.offset, spec.offset)
+    return "exact" if fits and not shifted else "rounded"
 
 
 def convert_parts(parts: Parts, spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> Parts | None:
@@ -107,13 +107,13 @@ def _zeros_fit(spec: QuantSpec, to: QuantSpec, shift: int) -> bool:
 def _repeats(spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> list[int] | None:
     """Repeats of each part on each axis; None if blocks of ``to`` do not divide those of ``spec``."""
     try:
-        mine, theirs = blocks.resolve(spec.block, shape), blocks.resolve(to.block, shape)
+        old, new = blocks.resolve(spec.block, shape), blocks.resolve(to.block, shape)
     except ValueError:
         return None
-    if mine == theirs:
-        return [1] * len(mine)
-    whole = all(n % m == 0 and m % b == 0 for n, m, b in zip(shape, mine, theirs, strict=True))
-    return [m // b for m, b in zip(mine, theirs, strict=True)] if whole else None
+    if old == new:
+        return [1] * len(old)
+    whole = all(n % m == 0 and m % b == 0 for n, m, b in zip(shape, old, new, strict=True))
+    return [m // b for m, b in zip(old, new, strict=True)] if whole else None
 
 
 def _repeat(part: Tensor, times: Sequence[int]) -> Tensor:

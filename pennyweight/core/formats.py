@@ -50,14 +50,14 @@ class Format:
         values: tuple[float, ...] = (), dim: int = 1, rounding: torch.dtype | None = None,
     ) -> Format:  # fmt: skip
         """Returns the interned format if equal: torch.compile recreates frozen dataclasses from their fields."""
-        held = _BY_NAME.get(name)
-        if held is None:
+        known = _BY_NAME.get(name)
+        if known is None:
             return super().__new__(cls)
-        if (held.bits, held.kind, held.code_dtype, held.lo, held.hi, held.values, held.dim, held.rounding) != (
+        if (known.bits, known.kind, known.code_dtype, known.lo, known.hi, known.values, known.dim, known.rounding) != (
             bits, kind, code_dtype, lo, hi, values, dim, rounding,
         ):  # fmt: skip
             raise ValueError(f"number format {name!r} exists already; choose another name")
-        return held
+        return known
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:

@@ -29,8 +29,8 @@ def mse(x: Tensor, spec: QuantSpec, eps: float) -> Params:
         decoded = store_qparams(p, spec)[1]
         return (stored_value(encode(x, spec, decoded), spec, decoded) - x).float().square().sum(inner)
 
-    def pick(which: Tensor, ours: Params, theirs: Params) -> Params:
-        pairs = zip(ours, theirs, strict=True)
+    def pick(which: Tensor, one: Params, other: Params) -> Params:
+        pairs = zip(one, other, strict=True)
         return Params(*(None if a is None or b is None else torch.where(which, a, b) for a, b in pairs))
 
     first = best = only_stored(base(x, spec, eps), spec, "mse")

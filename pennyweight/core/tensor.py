@@ -700,10 +700,11 @@ def _check_parts(parts: dict[str, Tensor], spec: QuantSpec, shape: tuple[int, ..
         part, size = parts[name], codes if name == "codes" else blocks.counts(spec.block, shape)
         if name == "zero_point" and spec.is_stream and spec.zero_point_bits < 8 and size:
             size, kind = spec.stream_shape(size, spec.zero_point_bits), torch.uint8
-        held = part.spec if isinstance(part, AffineQuantizedTensor) else part.dtype
-        if tuple(part.shape) != size or held != kind:
+        given_kind = part.spec if isinstance(part, AffineQuantizedTensor) else part.dtype
+        if tuple(part.shape) != size or given_kind != kind:
             raise ValueError(
-                f"pickled {spec} of {list(shape)}: {name} is {held} {list(part.shape)}, expected {kind} {list(size)}"
+                f"pickled {spec} of {list(shape)}: {name} is {given_kind} {list(part.shape)}, expected {kind} "
+                f"{list(size)}"
             )
     table = parts.get("table")  # its shape is checked when the tensor is constructed
     if table is not None and (table.dtype is not codebook.DTYPE or not (table.is_meta or table.isfinite().all())):

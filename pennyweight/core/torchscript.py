@@ -70,8 +70,8 @@ def _of_module(module: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     kind: Any = torch._C.ConcreteModuleType.from_jit_type(
         module._type()
     )  # knows the attributes that no method reads, too
-    held = {name: module.getattr(name) for name in kind.get_attributes()}
-    for name, value in (held | dict(torch._C.ModuleDict(module).items())).items():
+    attributes = {name: module.getattr(name) for name in kind.get_attributes()}
+    for name, value in (attributes | dict(torch._C.ModuleDict(module).items())).items():
         yield from _tensors(value, f"{prefix}.{name}" if prefix else name)
     for method in module._method_names():
         yield from _constants(module._get_method(method).graph)

@@ -27,27 +27,27 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def gather_objects(mine: Any) -> list[Any]:
+def gather_objects(own: Any) -> list[Any]:
     """The objects of all ranks, in rank order."""
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    dist.all_gather_object(found, own)
     return found
 
 
 def merge_states(statistic: Statistic, state: State | None) -> State | None:
     """The merged statistic of all ranks, bit-identical on each; None if no rank has data."""
-    theirs = [s for s in gather_objects(None if state is None else (state[0].cpu(), state[1])) if s is not None]
-    if not theirs:
+    gathered = [s for s in gather_objects(None if state is None else (state[0].cpu(), state[1])) if s is not None]
+    if not gathered:
         return None
-    total: State = theirs[0]
-    for one in theirs[1:]:
+    total: State = gathered[0]
+    for one in gathered[1:]:
         total = statistic.merge(total, one)
     return total if state is None else (total[0].to(state[0].device), total[1])
 
 
-def require_same(what: str, mine: Any) -> None:
+def require_same(what: str, own: Any) -> None:
     """Raise ValueError on every rank if the values differ, so that no rank waits forever for the others."""
-    if any(one != mine for one in gather_objects(mine)):
+    if any(one != own for one in gather_objects(own)):
         raise ValueError(
             f"ranks differ in {what}; use the same model and config on each rank, and a first batch that reaches it"
         )
@@ -74,9 +74,9 @@ def max_number(x: float) -> float:
     return float(reduce_max(torch.tensor(x, dtype=torch.float64, device="cpu"))) if is_distributed() else x
 
 
-def all_true(mine: bool) -> bool:
-    """Whether ``mine`` is true on every rank."""
-    return all(gather_objects(mine)) if is_distributed() else mine
+def all_true(own: bool) -> bool:
+    """Whether ``own`` is true on every rank."""
+    return all(gather_objects(own)) if is_distributed() else own
 
 
 def broadcast_batch(batch: Any) -> Any:
@@ -93,12 +93,12 @@ def max_shape(n: int) -> int:
     return round(max_number(float(n)))
 
 
-def union_names(known: list[str], mine: list[str]) -> list[str]:
-    """Union of ``mine`` over all ranks: rank 0's order, then names that only other ranks have, in ``known`` order."""
+def union_names(known: list[str], own: list[str]) -> list[str]:
+    """Union of ``own`` over all ranks: rank 0's order, then names that only other ranks have, in ``known`` order."""
     if not is_distributed():
-        return mine
-    everyone = gather_objects(mine)
-    rest = {name for theirs in everyone for name in theirs}.difference(everyone[0])
+        return own
+    everyone = gather_objects(own)
+    rest = {name for names in everyone for name in names}.difference(everyone[0])
     return [*everyone[0], *(name for name in known if name in rest)]
 
 

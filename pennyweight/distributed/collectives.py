@@ -22,12 +22,12 @@ from .rank_check import part_tensors, require_same_kind
 QT = AffineQuantizedTensor
 
 
-def for_each_part(fn: Callable[..., Any], mine: QT, *sent: QT) -> Any:
+def for_each_part(fn: Callable[..., Any], own: QT, *sent: QT) -> Any:
     """Call fn on the corresponding plain tensors of quantized tensors of one kind; returns the result of the last call.
 
-    fn gets contiguous tensors; what it writes to the first is copied back to ``mine``."""
+    fn gets contiguous tensors; what it writes to the first is copied back to ``own``."""
     done = None
-    for first, *rest in zip(*map(part_tensors, (mine, *sent)), strict=True):
+    for first, *rest in zip(*map(part_tensors, (own, *sent)), strict=True):
         buffer = first.contiguous()
         done = fn(buffer, *(p.contiguous() for p in rest))
         dist.Work.unbox(done[-1]).wait()
@@ -79,7 +79,7 @@ def _scatter_(func: Any, args: Any, kwargs: Any) -> Any:
             raise ValueError(
                 f"scatter: pieces {tuple(piece.shape)} ({piece.spec}) for {tuple(buffer.shape)} ({buffer.spec})"
             )
-    done = for_each_part(lambda mine, *theirs: func([mine], [list(theirs)] if theirs else [], so, *rest), buffer, *sent)
+    done = for_each_part(lambda first, *parts: func([first], [list(parts)] if parts else [], so, *rest), buffer, *sent)
     _received([output], [buffer])
     return outputs, done[1]
 

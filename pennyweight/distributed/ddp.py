@@ -53,10 +53,10 @@ def unpack_from_bucket_(w: QT, numbers: Tensor) -> QT:
     """Inverse of :func:`pack_into_bucket`, for a tensor of the same kind as w. Raises ValueError for another kind."""
     buffer = to_portable(w)
     raw = numbers.contiguous().view(-1).view(torch.uint8)
-    mine = static_digest(buffer)
-    if not torch.equal(mine, raw[: mine.numel()]):
+    digest = static_digest(buffer)
+    if not torch.equal(digest, raw[: digest.numel()]):
         raise mismatch_error(w)
-    at = mine.numel()
+    at = digest.numel()
     for p in part_tensors(buffer):
         size = p.numel() * p.element_size()
         p.copy_(raw[at : at + size].clone().view(p.dtype).view(p.shape))

@@ -48,14 +48,14 @@ def is_fully_sharded(module: Any) -> bool:
     return fsdp is not None and hasattr(fsdp, "FSDPModule") and isinstance(module, fsdp.FSDPModule)
 
 
-def wrap_like(mine: Tensor, like: Any) -> Tensor:
-    """A DTensor of this rank's part, placed like the DTensor ``like``; ``mine`` if ``like`` is an ordinary tensor."""
+def wrap_like(local: Tensor, like: Any) -> Tensor:
+    """A DTensor of this rank's part, placed like the DTensor ``like``; ``local`` if ``like`` is an ordinary tensor."""
     if not is_dtensor(like):
-        return mine
+        return local
     from torch.distributed.tensor import DTensor
 
     placed = {"shape": like.shape, "stride": like.stride()}
-    return DTensor.from_local(mine, like.device_mesh, like.placements, run_check=False, **placed)
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **placed)
 
 
 def mesh_coordinate(t: Any) -> tuple[int, ...]:

@@ -46,14 +46,14 @@ def _rows(w: QT, mesh: Any) -> ShardRows:
         group = mesh.get_group()
         if mesh.size() > 1:
             wait_for_all_ranks(group, w)
-        mine = torch.tensor([w.shape[0], *kind_code(w)], dtype=torch.int64, device=w.device)
-        theirs = [torch.empty_like(mine) for _ in range(mesh.size())]
-        dist.all_gather(theirs, mine, group=group)
-        if any(not torch.equal(one[1:], mine[1:]) for one in theirs):
+        own = torch.tensor([w.shape[0], *kind_code(w)], dtype=torch.int64, device=w.device)
+        gathered_kinds = [torch.empty_like(own) for _ in range(mesh.size())]
+        dist.all_gather(gathered_kinds, own, group=group)
+        if any(not torch.equal(one[1:], own[1:]) for one in gathered_kinds):
             kinds: list[Any] = [None] * mesh.size()
             dist.all_gather_object(kinds, describe_rank(w), group=group)
             raise mismatch_error(w, dict(zip(dist.get_process_group_ranks(group), kinds, strict=True)))
-        counts = [int(one[0]) for one in theirs]
+        counts = [int(one[0]) for one in gathered_kinds]
         w._bound["rows"] = ShardRows(max(counts), sum(counts), len(counts))
     return w._bound["rows"]
 
@@ -105,8 +105,8 @@ def all_gather_output(
     parts = iter(gathered)
     shard = to_portable(w)
 
-    def whole(w: QT, mine: int, total: int) -> QT:
-        block = _block(w.spec, w.ndim, mine)
+    def whole(w: QT, rows: int, total: int) -> QT:
+        block = _block(w.spec, w.ndim, rows)
         count = -(-total // block) if block else 1
         slots: dict[str, Any] = {"codes": next(parts).view(w._codes.dtype)[: count * block if block else total]}
         for slot in PARAMETERS:
@@ -114,7 +114,7 @@ def all_gather_output(
             if p is None:
                 continue
             if isinstance(p, QT):
-                slots[slot] = whole(p, -(-mine // block) if block else 1, count)
+                slots[slot] = whole(p, -(-rows // block) if block else 1, count)
             else:
                 slots[slot] = next(parts).view(p.dtype)[:count]
         return w.with_(shape=(total, *w.shape[1:]), readonly=False, **slots)
@@ -124,11 +124,11 @@ def all_gather_output(
         assert isinstance(out, QT)
         _refill(out, value)
         return None
-    theirs = {t.untyped_storage().data_ptr() for t in (*gathered, *stored_tensors(w))}
-    return value, [t for t in stored_tensors(value) if t.untyped_storage().data_ptr() not in theirs]
+    given = {t.untyped_storage().data_ptr() for t in (*gathered, *stored_tensors(w))}
+    return value, [t for t in stored_tensors(value) if t.untyped_storage().data_ptr() not in given]
 
 
 def _refill(out: QT, value: QT) -> None:
-    for mine, theirs in zip(stored_tensors(out), stored_tensors(value), strict=True):
-        if mine.data_ptr() != theirs.data_ptr():
-            mine.copy_(theirs)
+    for part, new in zip(stored_tensors(out), stored_tensors(value), strict=True):
+        if part.data_ptr() != new.data_ptr():
+            part.copy_(new)

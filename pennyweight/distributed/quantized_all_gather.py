@@ -50,13 +50,13 @@ class QuantizedAllGather:
         if not input_tensor.is_floating_point() or input_tensor.numel() < self.least:
             self.sent += input_tensor.nbytes
             return _gather(output_tensor, input_tensor, group=group, async_op=async_op)
-        mine = self._quantized(input_tensor)
-        raw = torch.cat([p.contiguous().view(-1).view(torch.uint8) for p in part_tensors(mine)])
+        own = self._quantized(input_tensor)
+        raw = torch.cat([p.contiguous().view(-1).view(torch.uint8) for p in part_tensors(own)])
         count = output_tensor.numel() // max(1, input_tensor.numel())
         everyone = torch.empty(count * raw.numel(), dtype=torch.uint8, device=raw.device)
         _gather(everyone, raw, group=group)
         self.sent += raw.nbytes
-        output_tensor.view(count, -1).copy_(self._values(mine, everyone.view(count, -1)).view(count, -1))
+        output_tensor.view(count, -1).copy_(self._values(own, everyone.view(count, -1)).view(count, -1))
         return None
 
     def _quantized(self, x: Tensor) -> AffineQuantizedTensor:

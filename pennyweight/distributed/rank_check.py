@@ -78,10 +78,10 @@ def mismatch_error(w: QT, ranks: Mapping[int, str] | None = None) -> ValueError:
 
 def require_same_kind(group: Any, w: QT) -> None:
     """Raise ValueError on every rank of a group unless all ranks have a tensor of the same kind and size."""
-    mine = static_digest(w)
-    theirs = [torch.empty_like(mine) for _ in range(group.size())]
-    group.allgather([theirs], [mine]).wait()
-    if any(not torch.equal(one, mine) for one in theirs):
+    own = static_digest(w)
+    gathered = [torch.empty_like(own) for _ in range(group.size())]
+    group.allgather([gathered], [own]).wait()
+    if any(not torch.equal(one, own) for one in gathered):
         raise mismatch_error(w)
 
 

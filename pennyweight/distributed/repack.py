@@ -32,9 +32,9 @@ def unpack_(model: nn.Module) -> int:
     A distributed checkpoint is loaded into slices of weights, and packed weights cannot be sliced; see :func:`load_`.
     Parameters under fully_shard are not changed: their rows can be sliced as stored.
     """
-    count, theirs = 0, set(_managed(model))
+    count, managed = 0, set(_managed(model))
     for _, w in local_weights(model):
-        if w.spec.layout != "plain" and id(w) not in theirs:
+        if w.spec.layout != "plain" and id(w) not in managed:
             w.data = w.to_layout("plain")
             count += 1
     return count
@@ -45,9 +45,9 @@ def pack_(model: nn.Module) -> int:
 
     Parameters under fully_shard are not changed: their shards are all-gathered and packed afterwards.
     """
-    count, theirs = 0, set(_managed(model))
+    count, managed = 0, set(_managed(model))
     for _, w in local_weights(model):
-        if id(w) in theirs:
+        if id(w) in managed:
             continue
         packed = pack_for_kernel(w)
         if packed.spec != w.spec:
@@ -91,9 +91,9 @@ def broadcast_(model: nn.Module, src: int = 0, group: Any = None) -> None:
     state = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if not isinstance(t, DTensor)}
     names: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(names, [(n, tuple(t.shape), str(t.dtype)) for n, t in state.items()], group=group)
-    for rank, theirs in enumerate(names):
-        if theirs != names[0]:
-            other = next((a, b) for a, b in zip([*names[0], None], [*theirs, None], strict=False) if a != b)
+    for rank, of_rank in enumerate(names):
+        if of_rank != names[0]:
+            other = next((a, b) for a, b in zip([*names[0], None], [*of_rank, None], strict=False) if a != b)
             raise ValueError(f"ranks differ in the model's state: rank 0 has {other[0]}, rank {rank} has {other[1]}")
     for t in state.values():
         dist.broadcast(t.detach(), src=src, group=group)

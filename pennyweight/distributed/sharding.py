@@ -163,11 +163,11 @@ def zeros_like_spec(w: QT, shape: Sequence[int], spec: QuantSpec | None = None) 
 def copy_corner_(target: QT, source: QT) -> None:
     """Write source into the leading corner of a larger target of its kind; both in layout "plain"."""
     for slot in ("codes", "scale", "zero_point", "offset"):
-        mine, theirs = getattr(target, f"_{slot}"), getattr(source, f"_{slot}")
-        if isinstance(mine, QT):
-            copy_corner_(mine, theirs)
-        elif mine is not None:
-            mine[tuple(slice(0, n) for n in theirs.shape)].copy_(theirs)
+        part, other = getattr(target, f"_{slot}"), getattr(source, f"_{slot}")
+        if isinstance(part, QT):
+            copy_corner_(part, other)
+        elif part is not None:
+            part[tuple(slice(0, n) for n in other.shape)].copy_(other)
 
 
 def new_zeros(w: QT, args: Any, kwargs: Any, who: str) -> Any:

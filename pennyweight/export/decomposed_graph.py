@@ -110,18 +110,18 @@ class _Replacing:
         short = r.n_blocks * r.block - r.width
         if short and r.n_blocks > 1:
             codes = torch.nn.functional.pad(codes, (0, short))
-        held = self._buffer(weight, "codes", codes)
+        buffer = self._buffer(weight, "codes", codes)
         if r.one_scale:
-            x = self._call(q.dequantize_per_tensor.default, held, float(r.scale), int(zeros), *bounds)
+            x = self._call(q.dequantize_per_tensor.default, buffer, float(r.scale), int(zeros), *bounds)
         else:
             full = (r.height, r.n_blocks)
             scale = self._buffer(weight, "scale", r.scale.expand(full))
             zero = self._buffer(weight, "zero_point", zeros.expand(full))
             if r.n_blocks == 1:
                 flat = [self._call(aten.reshape.default, part, [-1]) for part in (scale, zero)]
-                x = self._call(q.dequantize_per_channel.default, held, *flat, 0, *bounds)
+                x = self._call(q.dequantize_per_channel.default, buffer, *flat, 0, *bounds)
             else:
-                x = self._call(q.dequantize_per_channel_group.default, held, scale, zero, *bounds, r.block, F32)
+                x = self._call(q.dequantize_per_channel_group.default, buffer, scale, zero, *bounds, r.block, F32)
         if r.offset is not None:
             offset = self._buffer(weight, "offset", r.offset.expand(r.height, r.n_blocks)[..., None])
             x = self._call(aten.reshape.default, x, [r.height, r.n_blocks, -1])

@@ -133,7 +133,7 @@ class _Marking:
         self.program, self.graph = program, program.graph_module.graph
         self.weights: list[Weight] = []
         self.known: dict[tuple[Any, ...], int] = {}
-        held = {**program.constants, **program.state_dict}
+        stored = {**program.constants, **program.state_dict}
         targets = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs if spec.target}
         vals = [node.meta.get("val") for node in self.graph.nodes]
         self.fake = next((v.fake_mode for v in vals if isinstance(v, FakeTensor)), contextlib.nullcontext())
@@ -141,8 +141,8 @@ class _Marking:
         self.name: dict[fx.Node, str] = {}
         for node in self.graph.nodes:
             target = targets.get(node.name) if node.op == "placeholder" else None
-            if target is not None and isinstance(held.get(target), Tensor):
-                value = held[target]
+            if target is not None and isinstance(stored.get(target), Tensor):
+                value = stored[target]
                 self.value[node], self.name[node] = value, first.get(id(value), target)  # tied: the first name
 
     def run(self) -> Captured:

@@ -97,12 +97,12 @@ def export_onnx(
     if dynamic_shapes is None and dynamic_batch:
         args, kwargs, dynamic_shapes = _free_batch(args, kwargs)
     free, names = _axes(dynamic_shapes, len(args), list(kwargs))
-    with step("export_onnx", progress) as told, _evaluating(model), _quietly():
-        told(0, 3, "capturing the graph")
+    with step("export_onnx", progress) as advance, _evaluating(model), _quietly():
+        advance(0, 3, "capturing the graph")
         captured = capture(model, args, kwargs, free)
         cases = [_case(w, style, accuracy_level) for w in captured.weights]
         chosen = [_forms(w, case, allow_float) for w, case in zip(captured.weights, cases, strict=True)]
-        told(1, 3, "translating")
+        advance(1, 3, "translating")
         program = torch.onnx.export(
             captured.program, (), dynamo=True, opset_version=opset, verbose=False, input_names=input_names,
             output_names=output_names, custom_translation_table=translations(),
@@ -110,7 +110,7 @@ def export_onnx(
         assert program is not None
         made = _replace_markers(program.model, cases, chosen, style)
         _name_axes(program.model, names)
-        told(2, 3, "writing")
+        advance(2, 3, "writing")
         files = save(program.model, os.fspath(path), max_inline_bytes)
     graph = program.model.graph
     return OnnxReport(
@@ -306,11 +306,11 @@ def _report_rows(captured: Captured, chosen: list[Any], made: dict[str, Any], mo
         )
     for name, t in captured.floats.items():
         kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
-        held = str(t.dtype).removeprefix("torch.")
-        found.append(Row(name, kind, tuple(t.shape), "", "", t.nbytes, t.nbytes, note=held))
-    told = {row.name for row in found} | {w.parameter for w in captured.weights}
+        stored = str(t.dtype).removeprefix("torch.")
+        found.append(Row(name, kind, tuple(t.shape), "", "", t.nbytes, t.nbytes, note=stored))
+    listed = {row.name for row in found} | {w.parameter for w in captured.weights}
     for name, p in model.named_parameters():
-        if name not in told:
+        if name not in listed:
             kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
             found.append(Row(name, kind, tuple(p.shape), "", "", p.nbytes, 0, note="not used by any output"))
     return found

@@ -118,10 +118,10 @@ class Bound:
     def _attend_twice(self, x: Tensor, read: Read, kept: Kept, across: CrossAttention) -> Tensor | str:
         """With cross-attention, whose keys and values are computed once for all calls with a cache."""
         batch, tokens, _ = x.shape
-        held = across.held(read.cache, batch, x.dtype)
-        if isinstance(held, str):
-            return held
-        length = read.states.shape[1] if held is None else held[0].shape[2]  # type: ignore[union-attr]
+        stored = across.held(read.cache, batch, x.dtype)
+        if isinstance(stored, str):
+            return stored
+        length = read.states.shape[1] if stored is None else stored[0].shape[2]  # type: ignore[union-attr]
         call = Call(mask=read.states_mask, length=length)
         if call.mask is not None:
             if call.mask.shape[2] == 1 != tokens:
@@ -133,7 +133,7 @@ class Bound:
         y = self._attend(x, read.call, read.cache, kept)
         if isinstance(y, str):
             return y
-        call.keys, call.values = across.computed(read.cache, read.states) if held is None else held  # type: ignore[arg-type]
+        call.keys, call.values = across.computed(read.cache, read.states) if stored is None else stored  # type: ignore[arg-type]
         return self._finished(second, x, call, kept)
 
     def _native(self, part: Part, x: Tensor, call: Call, kept: Kept) -> Tensor | str:

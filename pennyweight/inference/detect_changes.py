@@ -69,14 +69,16 @@ class Watch:
     def __init__(
         self, root: nn.Module, trains: Callable[[nn.Module], bool], others: Iterable[tuple[dict[str, Any], str]] = ()
     ) -> None:
-        watched: list[tuple[dict[str, Any], str, Any]] = [(held, key, held.get(key)) for held, key in others]
+        watched: list[tuple[dict[str, Any], str, Any]] = [
+            (watched_dict, key, watched_dict.get(key)) for watched_dict, key in others
+        ]
         hooks: list[Any] = []
         for module in root.modules():
-            held: Any = module.__dict__
+            watched_dict: Any = module.__dict__
             if trains(module):
-                watched.append((held, "training", False))
+                watched.append((watched_dict, "training", False))
             if module is not root:
-                watched.append((held, "forward", held.get("forward")))
+                watched.append((watched_dict, "forward", watched_dict.get("forward")))
                 hooks += [module._forward_hooks, module._forward_pre_hooks]
             children: Any = module._modules
             parameters: Any = module._parameters

@@ -122,11 +122,11 @@ def explain(x: Any, w: Tensor | nn.Module, op: str = "", *, device: Device = Non
     }
     inside = {f"{name}.{own}".lstrip("."): name for name, m in fused.items() for own in m.fused_kind.weights(m)}
     rows: list[LayerKernel] = []
-    told: set[str] = set()
+    named: set[str] = set()
     for where in places(w):
         around = next((name for name in fused if _within(where[0].module_name, name)), None)
-        if around is not None and around not in told:
-            told.add(around)
+        if around is not None and around not in named:
+            named.add(around)
             rows.append(_fused(around, fused[around]))
         row = _weight(where, dtype, target)
         if row is not None:
@@ -166,8 +166,8 @@ def _weight(where: list[Any], dtype: torch.dtype, target: str | None) -> LayerKe
         return LayerKernel(where[0].name, "", "", "not quantized") if isinstance(site, Site) and place.own else None
     op = site.op if isinstance(site, Site) else op_of(tensor.spec, tensor.stored_shape)
     case = case_of(tensor, dtype)
-    told = explain_case(op, case if target is None else moved(case, target), any_layout=target is not None)
-    verdicts = told.rows
+    explanation = explain_case(op, case if target is None else moved(case, target), any_layout=target is not None)
+    verdicts = explanation.rows
     chosen = next(i for i, (_, _, verdict) in enumerate(verdicts) if verdict == "RUNS")
     better = [f"{name}: {why}" for name, rank, why in verdicts[:chosen] if rank > verdicts[chosen][1]]
     name, rank, _ = verdicts[chosen]

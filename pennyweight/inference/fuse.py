@@ -54,8 +54,12 @@ def changed(block: nn.Module, description: BlockDescription) -> str:
         return "the attention implementation of the model was changed"
     for name, shape in description.shapes:
         path, _, own = name.rpartition(".")
-        held = block.get_submodule(path)._parameters.get(own)
-        if held is None or tuple(held.shape) != shape or (name in description.quantized()) != is_quantized(held):
+        parameter = block.get_submodule(path)._parameters.get(own)
+        if (
+            parameter is None
+            or tuple(parameter.shape) != shape
+            or (name in description.quantized()) != is_quantized(parameter)
+        ):
             return f"{name} was replaced"
     if sum(1 for _ in block.named_parameters()) != len(description.shapes):
         return "a parameter was added"

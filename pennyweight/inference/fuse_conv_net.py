@@ -74,9 +74,9 @@ class BoundNet:
         self.slots = slots
         self.parameters: list[Any] = list(root.parameters())
         self.watch = Watch(root, trains)
-        held = [p for module in root.modules() for p in module._parameters.values()]
-        self.tensors = [t for p in held for t in _parts(p) if type(t) in _PLAIN and not t.is_inference()]
-        self.numbers: list[Any] = [p for p in held if type(p) in _PLAIN]
+        parameters = [p for module in root.modules() for p in module._parameters.values()]
+        self.tensors = [t for p in parameters for t in _parts(p) if type(t) in _PLAIN and not t.is_inference()]
+        self.numbers: list[Any] = [p for p in parameters if type(p) in _PLAIN]
         self.versions, self.memory = list(map(_VERSION, self.tensors)), self._memory()
 
     def about(self) -> str:
@@ -112,23 +112,23 @@ class BoundNet:
             return "autocast is on"
         if self.watch.hooked():
             return "a module in the net has a forward hook"
-        held: list[Any] = [*args, *[None] * (len(self.slots) - len(args))]
+        values: list[Any] = [*args, *[None] * (len(self.slots) - len(args))]
         for what, read, made in self.items:
             if type(what) is NativeChain:
-                given = [held[i] for i in read]
+                given = [values[i] for i in read]
                 outputs = what.run(given)
                 if outputs is None:
                     return "native code cannot read an input of a chain"
                 plain = given[0].is_contiguous()
                 for i, y in zip(made, outputs, strict=True):
-                    held[i] = y.contiguous() if plain else y  # the memory format of torch's convolutions
+                    values[i] = y.contiguous() if plain else y  # the memory format of torch's convolutions
             else:
-                held[made] = self._node(what, read, held)
-        return fx.node.map_arg(self.net.output, lambda n: held[self.slots[n]])
+                values[made] = self._node(what, read, values)
+        return fx.node.map_arg(self.net.output, lambda n: values[self.slots[n]])
 
-    def _node(self, node: fx.Node, module: nn.Module | None, held: list[Any]) -> Any:
-        args: Any = fx.node.map_arg(node.args, lambda n: held[self.slots[n]])
-        kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: held[self.slots[n]])
+    def _node(self, node: fx.Node, module: nn.Module | None, values: list[Any]) -> Any:
+        args: Any = fx.node.map_arg(node.args, lambda n: values[self.slots[n]])
+        kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: values[self.slots[n]])
         target: Any = node.target
         if module is not None:
             return module(*args, **kwargs)

@@ -55,10 +55,10 @@ def _in_one_call(x: Tensor, layers: Sequence[Any]) -> list[Tensor] | None:
     weights: list[AffineQuantizedTensor] = []
     biases: list[Tensor | None] = []
     for layer in layers:
-        forward, held = type(layer).forward, layer._parameters
-        w, bias = held.get("weight"), held.get("bias")
+        forward, parameters = type(layer).forward, layer._parameters
+        w, bias = parameters.get("weight"), parameters.get("bias")
         if (
-            forward not in _PLAIN_FORWARD or "forward" in layer.__dict__ or "bias" not in held
+            forward not in _PLAIN_FORWARD or "forward" in layer.__dict__ or "bias" not in parameters
             or any(getattr(layer, hooks) for hooks in _HOOKS) or type(w) is not AffineQuantizedTensor
         ):  # fmt: skip
             return None

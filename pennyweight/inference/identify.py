@@ -47,12 +47,14 @@ def norm_form(op: Op) -> NormForm | None:
         return None
     if op.args[:1] != (inputs[0],) or len(op.args) + len(op.kwargs) > 1 or op.outs[0].shape != inputs[0].shape:
         return None
-    width, held = int(inputs[0].shape[-1]), {n: p for n, p in module._parameters.items() if p is not None}
-    if not held.keys() <= {"weight", "bias"} or any(tuple(p.shape) != (width,) for p in held.values()):
+    width, own_parameters = int(inputs[0].shape[-1]), {n: p for n, p in module._parameters.items() if p is not None}
+    if not own_parameters.keys() <= {"weight", "bias"} or any(
+        tuple(p.shape) != (width,) for p in own_parameters.values()
+    ):
         return None
     random = Random(0)
     x = random.normal((5, width)) + 0.3
-    parameters = {name: random.uniform((width,)) + 0.5 for name in held}
+    parameters = {name: random.uniform((width,)) + 0.5 for name in own_parameters}
     weight, bias = parameters.get("weight"), parameters.get("bias")
     path = f"{op.path}." if op.path else ""
     for eps in _constants(module):
@@ -65,7 +67,7 @@ def norm_form(op: Op) -> NormForm | None:
             for offset in (0.0, 1.0) if weight is not None else (0.0,):
                 norm = Norm(kind, eps, weight, bias, offset)
                 if all(y is not None and close(y, normalize(t, norm)) for t, y in zip((x, small), ys, strict=True)):
-                    names = [path + name if name in held else "" for name in ("weight", "bias")]
+                    names = [path + name if name in own_parameters else "" for name in ("weight", "bias")]
                     return NormForm(kind, eps, names[0], names[1], offset, width)
     return None
 

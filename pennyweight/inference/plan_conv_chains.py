@@ -308,11 +308,11 @@ def _chain(part: Segment, reader: Reader, convolutions: dict[fx.Node, ConvStep])
         emit(node, InputStep(i, 0))
     for node in part.nodes:
         first: Any = node.args[0]
-        held = waiting.get(first)
+        first_use = waiting.get(first)
         if node in convolutions:
             keep(node, replace(convolutions[node], x=value(first)))
         elif reader.identity(node):
-            if held is not None:
+            if first_use is not None:
                 keep(node, waiting.pop(first))
             elif node in part.outputs:  # each output is a tensor of its own
                 emit(node, AddStep(value(first), 0))
@@ -321,11 +321,11 @@ def _chain(part: Segment, reader: Reader, convolutions: dict[fx.Node, ConvStep])
         elif reader.sum(node):
             _add(node, waiting, value, keep, emit)
         elif (name := reader.function(node)) is not None:
-            assert held is not None
+            assert first_use is not None
             keep(node, replace(waiting.pop(first), function=name))
         elif (clip := reader.clip(node)) is not None:
-            if held is not None:
-                lo, hi = (min(max(bound, clip[0]), clip[1]) for bound in (held.lo, held.hi))
+            if first_use is not None:
+                lo, hi = (min(max(bound, clip[0]), clip[1]) for bound in (first_use.lo, first_use.hi))
                 keep(node, replace(waiting.pop(first), lo=lo, hi=hi))
             else:
                 emit(node, AddStep(value(first), 0, None, *clip))

@@ -161,22 +161,22 @@ def heads_of(
     norm = None if form is None else _real_norm(norms[0], form)
     if result.shape != (rows.batch, count, tokens, size):
         raise Refusal(f"attention has operands of shape {list(result.shape)}")
-    for held in [n for n in range(count, 0, -1) if count % n == 0 and n * size <= columns.shape[-1]]:
-        for start in range(0, columns.shape[-1] - held * size + 1, size):
-            x = columns[..., start : start + held * size].unflatten(-1, (held, size))
+    for heads in [n for n in range(count, 0, -1) if count % n == 0 and n * size <= columns.shape[-1]]:
+        for start in range(0, columns.shape[-1] - heads * size + 1, size):
+            x = columns[..., start : start + heads * size].unflatten(-1, (heads, size))
             x = x if norm is None else normalize(x, norm)
             for rotary, rotated, cos_sin, y in _rotations(x, leaves, given, size):
-                y = y.transpose(1, 2).repeat_interleave(count // held, 1)
+                y = y.transpose(1, 2).repeat_interleave(count // heads, 1)
                 factor = float((result * y).sum() / y.square().sum())
                 if abs(factor) > 1e-6 and close(result, factor * y):
                     factor = 1.0 if abs(factor - 1) < 1e-5 else factor
-                    return HeadsOf(product, start, held, form, rotary, rotated, cos_sin, factor)
+                    return HeadsOf(product, start, heads, form, rotary, rotated, cos_sin, factor)
     raise Refusal("queries, keys or values are not columns of a linear layer, normalized and rotated as usual")
 
 
 def _real_norm(op: Op, form: NormForm) -> Norm:
-    held = {} if op.module is None else op.module._parameters
-    return Norm(form.kind, form.eps, held.get("weight"), held.get("bias"), form.offset)
+    parameters = {} if op.module is None else op.module._parameters
+    return Norm(form.kind, form.eps, parameters.get("weight"), parameters.get("bias"), form.offset)
 
 
 def _rotations(x: Tensor, leaves: list[Value], given: dict[Value, Tensor], size: int) -> Iterator[Any]:

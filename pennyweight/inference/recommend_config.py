@@ -84,15 +84,15 @@ def recommend(
             check_number(name, bound, positive=True)
     check_number("seconds", seconds, positive=True)
     configs = read_candidates(candidates, FASTEST)
-    with step("recommend", progress) as told, torch.inference_mode(False), torch.no_grad():
+    with step("recommend", progress) as advance, torch.inference_mode(False), torch.no_grad():
         trial = _Trial(model, example_inputs, max_bytes, max_error, seconds, fuse, filter_fn)
         total = len(configs) + 2  # with float and a mixture
         found = [trial.floating()]
         for config in configs:
-            told(len(found), total, str(config))
+            advance(len(found), total, str(config))
             found.append(trial.run(config))
         for config, name in trial.mixtures(found[1:]):
-            told(len(configs) + 1, total, "a mixture")
+            advance(len(configs) + 1, total, "a mixture")
             found.append(trial.run(config, name))
             if found[-1].fits:
                 break

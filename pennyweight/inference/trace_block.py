@@ -251,8 +251,8 @@ def call_module(module: nn.Module, *args: Any, parameters: Mapping[str, Tensor] 
     twin: Any = copy.copy(module)
     twin._parameters = {**module._parameters, **(parameters or {})}
     twin._buffers = dict(module._buffers)
-    for held in (twin._parameters, twin._buffers):
-        for name, t in held.items():
+    for tensors in (twin._parameters, twin._buffers):
+        for name, t in tensors.items():
             if t is not None:
-                held[name] = t.detach().float() if t.dtype in HALF else t.detach()
+                tensors[name] = t.detach().float() if t.dtype in HALF else t.detach()
     return type(module).forward(twin, *args, **kwargs)

@@ -81,8 +81,8 @@ class _Tracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):
-            held = a in self.tensor_attrs or any(a is buffer for buffer in self.root.buffers())
-            if not held:  # torch.fx would make it an attribute of the root, which the user's module lacks
+            stored = a in self.tensor_attrs or any(a is buffer for buffer in self.root.buffers())
+            if not stored:  # torch.fx would make it an attribute of the root, which the user's module lacks
                 return a
         return super().create_arg(a)
 

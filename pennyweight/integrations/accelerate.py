@@ -24,11 +24,11 @@ def register() -> None:
         modeling.load_state_dict = _reading_ours(modeling.load_state_dict)
 
 
-def _reading_ours(theirs: Any) -> Any:
-    @wraps(theirs)
+def _reading_ours(original: Any) -> Any:
+    @wraps(original)
     def load_state_dict(checkpoint_file: Any, device_map: Any = None) -> Any:
         if not _is_ours(str(checkpoint_file)):
-            return theirs(checkpoint_file, device_map=device_map)
+            return original(checkpoint_file, device_map=device_map)
         try:
             with open_any(str(checkpoint_file)) as opened:
                 return opened.state_dict()  # set_module_tensor_to_device moves each tensor

@@ -160,15 +160,19 @@ def settle_(model: Any, quantized: bool, config: Any = None) -> None:
 
     config: the config used for quantizing, for config.json. Another library's quantizer is kept.
     """
-    held = getattr(model, "hf_quantizer", None)
-    if quantized and held is None:
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantized and quantizer is None:
         asked = DiffusersConfig(config if isinstance(config, AOBaseConfig) else None)
         model.hf_quantizer = DiffusersPennyweightQuantizer(asked)
         model.register_to_config(quantization_config=asked)
-    elif quantized and isinstance(held, DiffusersPennyweightQuantizer) and held.quantization_config.config != config:
-        held.quantization_config = DiffusersConfig()  # quantized with several configs
-        model.register_to_config(quantization_config=held.quantization_config)
-    elif not quantized and isinstance(held, DiffusersPennyweightQuantizer):
+    elif (
+        quantized
+        and isinstance(quantizer, DiffusersPennyweightQuantizer)
+        and quantizer.quantization_config.config != config
+    ):
+        quantizer.quantization_config = DiffusersConfig()  # quantized with several configs
+        model.register_to_config(quantization_config=quantizer.quantization_config)
+    elif not quantized and isinstance(quantizer, DiffusersPennyweightQuantizer):
         del model.hf_quantizer
         model.is_quantized = False
         kept = {k: v for k, v in model.config.items() if k != "quantization_config"}

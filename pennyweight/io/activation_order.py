@@ -39,7 +39,7 @@ _PRODUCERS: Mapping[str, tuple[str, ...]] = {
 def undo_activation_order(source: Opened) -> tuple[Opened, list[str]]:
     """The checkpoint with the order of some weights moved into the layers before; and the names of these weights. Reads
     nothing but permutations until a tensor is read."""
-    held, done = dict(source.held), []
+    tensors, done = dict(source.held), []
     for name, stored in source.held.items():
         if stored.meta is None or not stored.meta.perm or stored.meta.axes is not None:
             continue
@@ -50,11 +50,11 @@ def undo_activation_order(source: Opened) -> tuple[Opened, list[str]]:
         if name.rpartition(".weight")[0].endswith("o_proj") and not _within_heads(perm(), source.config or {}):
             continue
         meta = replace(stored.meta, perm=False)
-        held[name] = replace(stored, kind=meta, read=_unordered(stored, meta), rows=None)
+        tensors[name] = replace(stored, kind=meta, read=_unordered(stored, meta), rows=None)
         for producer in producers:
-            held[producer] = replace(held[producer], read=_permuted(held[producer], perm), rows=None)
+            tensors[producer] = replace(tensors[producer], read=_permuted(tensors[producer], perm), rows=None)
         done.append(name)
-    return (replace(source, held=held) if done else source), done
+    return (replace(source, held=tensors) if done else source), done
 
 
 def _producers(name: str, source: Opened) -> list[str] | None:

@@ -158,10 +158,10 @@ def open_files(paths: Sequence[str]) -> Checkpoint:
     CheckpointError."""
     real = [resolve_inside(os.path.realpath(os.path.dirname(path)), os.path.basename(path)) for path in paths]
     out = _open(os.path.dirname(paths[0]) or ".", real, True)
-    held = [name for file in out.files for name in file.entries]
-    if len(held) > len(out.where):
+    names = [name for file in out.files for name in file.entries]
+    if len(names) > len(out.where):
         out.close()
-        twice = next(name for name in out.where if held.count(name) > 1)
+        twice = next(name for name in out.where if names.count(name) > 1)
         raise CheckpointError(out.path, twice, "is in two files")
     return out
 

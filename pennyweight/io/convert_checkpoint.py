@@ -126,8 +126,8 @@ def convert(
             _check_algorithm(found, lost, "GGUF", requantize)
             if dry_run:
                 return planned
-            with step("convert", progress) as told:
-                report = write_gguf(*options, False, told, imatrix)
+            with step("convert", progress) as advance:
+                report = write_gguf(*options, False, advance, imatrix)
             report.notes += [*_order_note(unordered), *_requantized_note(report, {})]
             return report
         check_places(source.files, source.path, dst)
@@ -136,8 +136,8 @@ def convert(
         again = [name for name, choice in chosen.items() if choice.how == REQUANTIZED and not choice.codes]
         _check_algorithm(source, again, target.name, requantize)
         if not dry_run:
-            with step("convert", progress) as told:
-                fill(report, chosen, carry_out(job, dst, resume, told))
+            with step("convert", progress) as advance:
+                fill(report, chosen, carry_out(job, dst, resume, advance))
             report.notes += [*_order_note(unordered), *_requantized_note(report, job.noise.changed)]
     return report
 
@@ -190,34 +190,34 @@ def _target_for(source: Opened, engine: str, to: str) -> OutputFormat:
     if to not in ("pennyweight", *known.formats):
         raise ValueError(f"{known.title} does not read to={to!r}; it reads {', '.join(known.formats)}")
     targets = [_readable(_target(name, None), engine) for name in formats]
-    exact = [not any(_changes(target, name, held) for name, held in source.held.items()) for target in targets]
+    exact = [not any(_changes(target, name, stored) for name, stored in source.held.items()) for target in targets]
     target = targets[exact.index(True)] if True in exact else targets[0]
     _check_engine(source, target, engine)
     return target
 
 
-def _changes(target: OutputFormat, name: str, held: StoredTensor) -> bool:
+def _changes(target: OutputFormat, name: str, stored: StoredTensor) -> bool:
     """Whether the target cannot store the weight of a linear layer exactly in a form without activation order."""
-    if held.meta is None or not linear_like(name, held):
+    if stored.meta is None or not linear_like(name, stored):
         return False
-    choice = target.choose(name, held)
+    choice = target.choose(name, stored)
     return choice.how != EXACT or (isinstance(choice.kind, Meta) and choice.kind.perm)
 
 
-def linear_like(name: str, held: StoredTensor) -> bool:
+def linear_like(name: str, stored: StoredTensor) -> bool:
     """Whether a stored tensor is the weight of a linear layer, by its name and shape."""
-    return looks_linear(name, Entry(held.kind.dtype, held.kind.shape))
+    return looks_linear(name, Entry(stored.kind.dtype, stored.kind.shape))
 
 
 def _readable(target: OutputFormat, engine: str) -> OutputFormat:
     """The target, with floats for what the engine reads only as floats: embeddings, experts, convolutions."""
 
-    def choose(name: str, held: StoredTensor) -> OutputChoice:
-        if held.meta is not None and not linear_like(name, held):
-            found = verdict(engine, _scheme(held.meta), held.meta.stored_shape, _op(held.meta))
+    def choose(name: str, stored: StoredTensor) -> OutputChoice:
+        if stored.meta is not None and not linear_like(name, stored):
+            found = verdict(engine, _scheme(stored.meta), stored.meta.stored_shape, _op(stored.meta))
             if isinstance(found, Refuses) and found.nearest == "none":
-                return OutputChoice(Entry(held.kind.dtype, held.kind.shape), FLOAT, found.why)
-        return target.choose(name, held)
+                return OutputChoice(Entry(stored.kind.dtype, stored.kind.shape), FLOAT, found.why)
+        return target.choose(name, stored)
 
     return replace(target, choose=choose)
 
@@ -236,17 +236,17 @@ def _check_engine(source: Opened, target: OutputFormat, engine: str) -> None:
     """Raise CheckpointError for a weight that the engine does not read as the target would store it, and for parts of a
     fused layer with different schemes."""
     schemes: dict[str, Scheme | None] = {}
-    for name, held in source.held.items():
-        if not linear_like(name, held):
+    for name, stored in source.held.items():
+        if not linear_like(name, stored):
             continue
-        kind = target.choose(name, held).kind
+        kind = target.choose(name, stored).kind
         if isinstance(kind, Meta) and kind.perm:
             raise CheckpointError(
                 source.path, name, f"{engine_of(engine).title} does not read {target.name} files with activation order "
                 "(desc_act); leave out to= for a format without it"
             )  # fmt: skip
         scheme = schemes[name.rpartition(".")[0]] = _scheme(kind) if isinstance(kind, Meta) else None
-        found = None if scheme is None else verdict(engine, scheme, held.kind.shape)
+        found = None if scheme is None else verdict(engine, scheme, stored.kind.shape)
         if scheme is not None and isinstance(found, Refuses):
             raise CheckpointError(source.path, name, refusal(engine, name, scheme, found).removeprefix(f"{name}: "))
     fused = check_fused(engine, schemes)
@@ -266,13 +266,13 @@ def _target(to: str, dtype: torch.dtype | None) -> OutputFormat:
 
 def _decide(source: Opened, target: OutputFormat, size: int) -> tuple[Job, Report, dict[str, OutputChoice]]:
     aliases = source.aliases
-    held = dict(source.held)
+    stored = dict(source.held)
     if not target.aliases:
         # other readers tie the tensors that this file holds under two names only if config.json says so
         if source.config is None or source.config.get("tie_word_embeddings") is False:
-            held |= {alias: source.held[name] for alias, name in aliases.items()}
+            stored |= {alias: source.held[name] for alias, name in aliases.items()}
         aliases = {}
-    chosen = {name: target.choose(name, h) for name, h in held.items()}
+    chosen = {name: target.choose(name, h) for name, h in stored.items()}
     metas = {name: c.kind for name, c in chosen.items() if isinstance(c.kind, Meta)}
     if not metas and target.holds == QUANTIZED:
         lost = next(((n, c.why) for n, c in chosen.items() if c.how == FLOAT), None)
@@ -291,7 +291,7 @@ def _decide(source: Opened, target: OutputFormat, size: int) -> tuple[Job, Repor
         also.setdefault(name, []).append(alias)
     noise = QuantizationNoise({}, {})
     items = [
-        output_formats.planned_item(target, name, held[name], choice, tuple(also.get(name, ())), noise)
+        output_formats.planned_item(target, name, stored[name], choice, tuple(also.get(name, ())), noise)
         for name, choice in chosen.items()
     ]
     job = Job(
@@ -303,7 +303,7 @@ def _decide(source: Opened, target: OutputFormat, size: int) -> tuple[Job, Repor
         noise,
     )
     after = {item.name: item.nbytes for item in items}
-    rows = [_row(name, held[name], choice, after[name]) for name, choice in chosen.items()]
+    rows = [_row(name, stored[name], choice, after[name]) for name, choice in chosen.items()]
     return job, Report(f"{source.format} to {target.name}", rows, "converted"), chosen
 
 
@@ -342,14 +342,14 @@ def side_files(source: Opened, method: dict[str, Any] | None, dtype: torch.dtype
     return write
 
 
-def _row(name: str, held: StoredTensor, choice: OutputChoice, after: int) -> Row:
+def _row(name: str, stored: StoredTensor, choice: OutputChoice, after: int) -> Row:
     kind = choice.kind
     scheme = str(kind.spec) if isinstance(kind, Meta) else _word(kind) if choice.how == FLOAT else ""
     note = {EXACT: "exact", COPIED: f"{_word(kind)}, as it is" if not choice.why else choice.why}
-    again = f"the codes of {held.shown}, scales rounded" if choice.codes else f"{choice.how} from {held.shown}"
+    again = f"the codes of {stored.shown}, scales rounded" if choice.codes else f"{choice.how} from {stored.shown}"
     again += "; inputs are not quantized" if choice.drops_inputs else ""
     text = note.get(choice.how, choice.why if choice.how == FLOAT else f"{again}: {choice.why}")
-    return Row(name, "Tensor", held.kind.shape, scheme, "", held.nbytes, after, note=text)
+    return Row(name, "Tensor", stored.kind.shape, scheme, "", stored.nbytes, after, note=text)
 
 
 def fill(report: Report, chosen: Mapping[str, OutputChoice], sqnr: Mapping[str, float]) -> None:

@@ -109,7 +109,7 @@ class Opened(Mapping[str, Tensor]):
     @property
     def quantized(self) -> dict[str, Meta]:
         """Meta of each quantized tensor, by name."""
-        return {name: held.meta for name, held in self.held.items() if held.meta is not None}
+        return {name: stored.meta for name, stored in self.held.items() if stored.meta is not None}
 
     @property
     def algorithm(self) -> str:
@@ -138,7 +138,7 @@ class Opened(Mapping[str, Tensor]):
 
     def state_dict(self) -> dict[str, Tensor]:
         """All tensors; tied names share one object."""
-        out = {name: held.read() for name, held in self.held.items()}
+        out = {name: stored.read() for name, stored in self.held.items()}
         return out | {alias: out[name] for alias, name in self.aliases.items()}
 
 
@@ -177,16 +177,16 @@ def open_safetensors(
 ) -> Opened:
     """Open safetensors with ``codec``; without one, as the native format or floats. Raises CheckpointError."""
     found = {} if codec is None else _find(c, codec, method)
-    held = {name: _found(c, name, f) for name, f in found.items()}
+    tensors = {name: _found(c, name, f) for name, f in found.items()}
     owned = {stored for f in found.values() for stored in f.stored}
     for manifest in c.manifests:
         for name, meta in manifest.tensors.items():
             stored = stored_parts(name, meta)
             owned |= stored.keys()
-            held[name] = _native(c, name, meta)
+            tensors[name] = _native(c, name, meta)
     for stored, i in c.where.items():
         if stored not in owned:
-            held[stored] = _plain(c.files[i], stored)
+            tensors[stored] = _plain(c.files[i], stored)
     native = any(KEY in file.metadata for file in c.files)
     metadata: dict[str, str] = {}
     for file in c.files:
@@ -194,7 +194,7 @@ def open_safetensors(
     return Opened(
         c.path,
         codec.name if codec is not None else "pennyweight" if native else "safetensors",
-        held,
+        tensors,
         c.paths,
         c.close,
         c.manifest.aliases,

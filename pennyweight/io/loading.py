@@ -104,7 +104,7 @@ def load(
     expected = None if golden is None else golden.expected_beside(path)  # fails before loading if the file is missing
     # Parameters made in inference mode could never require grad again.
     with (
-        step("load", progress) as told,
+        step("load", progress) as advance,
         open_any(path, allow_pickle=allow_pickle, mmap=mmap) as checkpoint,
         torch.inference_mode(False),
         torch.no_grad(),
@@ -127,7 +127,7 @@ def load(
                 "such buffers first, or load with strict=False and fill them after",
             )  # fmt: skip
         source = _match(checkpoint, slots, strict)
-        new = _tensors(checkpoint, slots, source, device, dtype, told)
+        new = _tensors(checkpoint, slots, source, device, dtype, advance)
         _assign(slots, new, checkpoint.path)
         if checkpoint.algorithm:
             setattr(model_in, ALGORITHM, checkpoint.algorithm)  # for the next save
@@ -143,7 +143,7 @@ def _match(c: Opened, slots: dict[str, Slot], strict: bool) -> dict[str, str]:
     """Model name -> file name of the tensor that fills it. Raises CheckpointError on a mismatch."""
     source = {n: c.aliases.get(n, n) for n in slots if n in c}
     # A float checkpoint of a tied model often holds the tied weight once, under one of its names
-    by_tensor: dict[int, str] = {id(slots[n].tensor): held for n, held in source.items()}
+    by_tensor: dict[int, str] = {id(slots[n].tensor): stored for n, stored in source.items()}
     missing = []
     for name, slot in slots.items():
         if name not in source and id(slot.tensor) in by_tensor:
@@ -157,8 +157,8 @@ def _match(c: Opened, slots: dict[str, Slot], strict: bool) -> dict[str, str]:
         if said:
             remedy = "; load with strict=False to load the matching tensors"
             raise CheckpointError(c.path, (missing or extra)[0], "; ".join(said) + remedy)
-    for name, held in source.items():
-        reason = _unfit(slots[name].tensor, c.held[held].kind)
+    for name, stored in source.items():
+        reason = _unfit(slots[name].tensor, c.held[stored].kind)
         if reason is not None:
             raise CheckpointError(c.path, name, reason)
     return source
@@ -168,16 +168,18 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _unfit(mine: Tensor, held: Meta | Entry) -> str | None:
-    """Why a stored tensor cannot replace ``mine``; None if it can."""
-    if tuple(mine.shape) != held.shape:
+def _unfit(tensor: Tensor, stored: Meta | Entry) -> str | None:
+    """Why a stored tensor cannot replace ``tensor``; None if it can."""
+    if tuple(tensor.shape) != stored.shape:
         return (
-            f"the model has shape {list(mine.shape)}, the checkpoint {list(held.shape)}; create the model with the "
+            f"the model has shape {list(tensor.shape)}, the checkpoint {list(stored.shape)}; create the model with the "
             "sizes with which it was saved"
         )
-    kind = (mine.dtype.is_floating_point, mine.dtype.is_complex)
-    if kind != (held.dtype.is_floating_point, held.dtype.is_complex) or (not any(kind) and mine.dtype != held.dtype):
-        return f"the model has {mine.dtype}, the checkpoint {held.dtype}"
+    kind = (tensor.dtype.is_floating_point, tensor.dtype.is_complex)
+    if kind != (stored.dtype.is_floating_point, stored.dtype.is_complex) or (
+        not any(kind) and tensor.dtype != stored.dtype
+    ):
+        return f"the model has {tensor.dtype}, the checkpoint {stored.dtype}"
     return None
 
 
@@ -187,19 +189,20 @@ def _to(t: Tensor, device: Any, dtype: torch.dtype | None) -> Tensor:
 
 
 def _tensors(
-    c: Opened, slots: dict[str, Slot], source: dict[str, str], device: Any, dtype: torch.dtype | None, told: Callback,
+    c: Opened, slots: dict[str, Slot], source: dict[str, str], device: Any, dtype: torch.dtype | None,
+    advance: Callback,
 ) -> dict[str, Tensor]:  # fmt: skip
     """New tensors by model name: checked, on the target device, packed; tied names share one object."""
     users: dict[str, list[str]] = {}
-    for name, held in source.items():
-        users.setdefault(held, []).append(name)
+    for name, stored in source.items():
+        users.setdefault(stored, []).append(name)
     new: dict[str, Tensor] = {}
-    for held, names in users.items():
+    for stored, names in users.items():
         first = slots[names[0]]
         target = device if device is not None else None if first.tensor.device.type == "meta" else first.tensor.device
         ops = tuple(dict.fromkeys(slots[n].op for n in names))
         wanted = first.tensor.dtype if c.format == "gguf" and dtype is None else dtype
-        tensor: Any = _to(c[held], target, wanted)
+        tensor: Any = _to(c[stored], target, wanted)
         quantized = isinstance(tensor, AffineQuantizedTensor)
         if quantized and tensor.ndim > 1:
             tensor = prepare(tensor, ops)
@@ -207,7 +210,7 @@ def _tensors(
             trains = not quantized and (tensor.is_floating_point() or tensor.is_complex())
             tensor = nn.Parameter(tensor, trains and any(slots[n].tensor.requires_grad for n in names))
         new |= dict.fromkeys(names, tensor)
-        told(len(new), len(source), names[0])
+        advance(len(new), len(source), names[0])
     _keep_ties(c, slots, new)
     return new
 

@@ -60,9 +60,9 @@ def fresh_model(folder: str) -> nn.Module:
     if isinstance(built, str):
         raise CheckpointError(folder, None, f"{built}; the layers of the model cannot be determined")
     with open_checkpoint(folder) as checkpoint:
-        held = set(checkpoint.where)
+        stored = set(checkpoint.where)
     for prefix, module in built.named_modules():
-        here = {n for n in module._non_persistent_buffers_set if (f"{prefix}.{n}" if prefix else n) in held}
+        here = {n for n in module._non_persistent_buffers_set if (f"{prefix}.{n}" if prefix else n) in stored}
         module._non_persistent_buffers_set.difference_update(here)
     return built.eval()
 
@@ -118,21 +118,21 @@ def _fitted(model: nn.Module, entries: Mapping[str, Entry]) -> str | None:
 
 def from_names(entries: Mapping[str, Entry]) -> nn.Module:
     """Modules derived from names: a 2-d ``weight`` is a linear layer unless its name indicates something else."""
-    held: dict[str, dict[str, Entry]] = {}
+    stored: dict[str, dict[str, Entry]] = {}
     for name, e in entries.items():
         module, _, attr = name.rpartition(".")
-        held.setdefault(module, {})[attr] = e
-    root = _module("", held.get("", {}))
+        stored.setdefault(module, {})[attr] = e
+    root = _module("", stored.get("", {}))
     made = {"": root}
-    routed = {path.partition(".experts.")[0] for path in held if ".experts." in path}
-    for path in sorted(held):
+    routed = {path.partition(".experts.")[0] for path in stored if ".experts." in path}
+    for path in sorted(stored):
         for end in [i for i, c in enumerate(path) if c == "."] + [len(path)]:
             here = path[:end]
             if here in made:
                 continue
             parent, _, child = here.rpartition(".")
             router = child in _ROUTERS and parent in routed
-            made[here] = made[parent]._modules[child] = _module(here, held.get(here, {}), router)
+            made[here] = made[parent]._modules[child] = _module(here, stored.get(here, {}), router)
     return root
 
 

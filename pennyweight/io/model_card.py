@@ -80,10 +80,10 @@ def write_card(
     Only folders of transformers get a card: those whose config.json has a "model_type".
     """
     path, origin = os.path.join(folder, CARD), _read(source)
-    theirs = _read(replaces or folder)
-    if theirs is not None and not is_generated(theirs) and theirs != origin:
+    existing = _read(replaces or folder)
+    if existing is not None and not is_generated(existing) and existing != origin:
         if replaces and os.path.realpath(replaces) != os.path.realpath(folder):
-            write_bytes(path, theirs)
+            write_bytes(path, existing)
         return False
     if not generate or "model_type" not in (read_config(folder) or {}):
         return False
@@ -238,12 +238,17 @@ def _figures(
     """Size, bits and errors."""
     after = sum(map(os.path.getsize, checkpoint.files))
     if before is None:
-        before = sum(_numel(held.kind.shape) * held.kind.dtype.itemsize for held in checkpoint.held.values())
+        before = sum(
+            _numel(stored_tensor.kind.shape) * stored_tensor.kind.dtype.itemsize
+            for stored_tensor in checkpoint.held.values()
+        )
     ratio = f", {before / after:.2f}x smaller" if 0 < after <= before else ""
     out = [("size", f"{size(before)} → {size(after)}{ratio}")]
     numel = sum(_numel(meta.shape) for meta in checkpoint.quantized.values())
     if numel:
-        stored = sum(held.nbytes for held in checkpoint.held.values() if held.meta is not None)
+        stored = sum(
+            stored_tensor.nbytes for stored_tensor in checkpoint.held.values() if stored_tensor.meta is not None
+        )
         out.append(("quantized weights", f"{numel:,}, {8 * stored / numel:.3f} bits each, scales included"))
     if report is not None:
         out += _errors(report.quantized)
@@ -282,18 +287,18 @@ def _schemes(checkpoint: Opened) -> list[tuple[str, str, str]]:
     """How tensors are stored: in words, their number and bytes; quantized ones first."""
     found: dict[str, list[int]] = {}
     for quantized in (True, False):
-        for held in checkpoint.held.values():
-            if (held.meta is not None) == quantized:
-                found.setdefault(_words(held), []).append(held.nbytes)
+        for stored in checkpoint.held.values():
+            if (stored.meta is not None) == quantized:
+                found.setdefault(_words(stored), []).append(stored.nbytes)
     return [(words, str(len(some)), f"{sum(some):,}") for words, some in found.items()]
 
 
-def _words(held: Any) -> str:
-    if held.meta is None:
-        return f"{held.shown}, not quantized"
-    act = held.meta.act
-    text = describe(held.meta.spec) + ("" if act is None else f"; {describe_activation(act)}")
-    return f"{held.word}: {text}" if held.word else text
+def _words(stored: Any) -> str:
+    if stored.meta is None:
+        return f"{stored.shown}, not quantized"
+    act = stored.meta.act
+    text = describe(stored.meta.spec) + ("" if act is None else f"; {describe_activation(act)}")
+    return f"{stored.word}: {text}" if stored.word else text
 
 
 def _config(checkpoint: Opened, folder: str) -> list[str]:
@@ -321,8 +326,8 @@ def _left_alone(checkpoint: Opened, report: Report | None) -> list[str]:
     """Weights that are not quantized: names with * for numbers, how many, and why."""
     why = {row.name: row.note for row in report.skipped} if report is not None else {}
     groups: dict[tuple[str, str], int] = {}
-    for name, held in checkpoint.held.items():
-        if held.meta is None and len(held.kind.shape) > 1:
+    for name, stored in checkpoint.held.items():
+        if stored.meta is None and len(stored.kind.shape) > 1:
             pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
             key = (pattern, why.get(name, ""))
             groups[key] = groups.get(key, 0) + 1

@@ -75,8 +75,8 @@ class OutputFormat:
 def native_target(method: dict[str, Any]) -> OutputFormat:
     """Pennyweight's own format, which can store every tensor."""
 
-    def choose(name: str, held: StoredTensor) -> OutputChoice:
-        kind = held.kind
+    def choose(name: str, stored: StoredTensor) -> OutputChoice:
+        kind = stored.kind
         return OutputChoice(kind.for_writing(), EXACT) if isinstance(kind, Meta) else OutputChoice(kind, COPIED)
 
     def stored(name: str, choice: OutputChoice) -> Stored:
@@ -92,10 +92,10 @@ def native_target(method: dict[str, Any]) -> OutputFormat:
 def float_target(dtype: torch.dtype | None) -> OutputFormat:
     """Plain tensors: quantized ones are dequantized, to ``dtype`` or the dtype they represent."""
 
-    def choose(name: str, held: StoredTensor) -> OutputChoice:
-        kind = held.kind
+    def choose(name: str, stored: StoredTensor) -> OutputChoice:
+        kind = stored.kind
         if isinstance(kind, Meta):
-            return OutputChoice(Entry(dtype or kind.dtype, kind.shape), FLOAT, f"dequantized from {held.shown}")
+            return OutputChoice(Entry(dtype or kind.dtype, kind.shape), FLOAT, f"dequantized from {stored.shown}")
         return _copied(kind, dtype)
 
     def none(*args: Any) -> dict[str, Tensor]:
@@ -109,8 +109,8 @@ def float_target(dtype: torch.dtype | None) -> OutputFormat:
 def foreign_target(format: str, writing: Writing) -> OutputFormat:
     """A format of another library: exact where it can represent the tensor, else its nearest spec, else float."""
 
-    def choose(name: str, held: StoredTensor) -> OutputChoice:
-        kind = held.kind
+    def choose(name: str, stored: StoredTensor) -> OutputChoice:
+        kind = stored.kind
         if not isinstance(kind, Meta):
             return OutputChoice(kind, COPIED)
         why = writing.refuses(name, kind)
@@ -141,7 +141,7 @@ def foreign_target(format: str, writing: Writing) -> OutputFormat:
 def planned_item(
     target: OutputFormat,
     name: str,
-    held: StoredTensor,
+    source: StoredTensor,
     choice: OutputChoice,
     aliases: tuple[str, ...],
     noise: QuantizationNoise,
@@ -151,7 +151,7 @@ def planned_item(
     def make() -> Iterator[tuple[str, int, Tensor]]:
         meta = choice.kind if isinstance(choice.kind, Meta) else None
         by_rows = target.by_rows or meta is None
-        for start, w in row_chunks(held, by_rows):
+        for start, w in row_chunks(source, by_rows):
             if meta is None:
                 out = {name: as_float(name, w, choice.kind.dtype, noise if choice.how == FLOAT else None)}
             else:
@@ -167,17 +167,17 @@ def planned_item(
     return Item(name, target.stored(name, choice), make, meta, aliases)
 
 
-def row_chunks(held: StoredTensor, by_rows: bool) -> Iterator[tuple[int, Tensor]]:
+def row_chunks(stored: StoredTensor, by_rows: bool) -> Iterator[tuple[int, Tensor]]:
     """(first row, rows) of a tensor, a few million elements at a time if it can be read by rows; else all of it."""
-    shape = held.kind.shape
+    shape = stored.kind.shape
     width = max(1, torch.Size(shape[1:]).numel()) if shape else 1
-    if held.rows is None or not by_rows or shape[0] == 0:
-        yield 0, held.read()
+    if stored.rows is None or not by_rows or shape[0] == 0:
+        yield 0, stored.read()
         return
-    bytes_each = max(1, held.nbytes // max(1, torch.Size(shape).numel()))
-    step = max(1, ROWS_NUMEL // width if held.meta is not None else COPY_BYTES // (bytes_each * width))
+    bytes_each = max(1, stored.nbytes // max(1, torch.Size(shape).numel()))
+    step = max(1, ROWS_NUMEL // width if stored.meta is not None else COPY_BYTES // (bytes_each * width))
     for start in range(0, shape[0], step):
-        yield start, held.rows(start, min(start + step, shape[0]))
+        yield start, stored.rows(start, min(start + step, shape[0]))
 
 
 def convert_or_requantize(
@@ -190,14 +190,14 @@ def convert_or_requantize(
     perm: whether the result keeps w's channel permutation. requantize: gives the parts of float values under ``spec``,
     of a format without quantized activations; default: round to nearest, with the parameters of w's static activation.
     """
-    parts, shape, mine = w.plain_parts(), w.stored_shape, clean(w.spec)
+    parts, shape, own_spec = w.plain_parts(), w.stored_shape, clean(w.spec)
     if requantize is not None:
         parts = parts._replace(act_scale=None, act_zero_point=None)
     if exact:
         return parts
-    was = dequantize(parts, mine, shape)
+    was = dequantize(parts, own_spec, shape)
     reordered = parts.perm is not None and not perm  # blocks differ in the original channel order
-    new = None if reordered else convert_parts(parts, mine, shape, spec)
+    new = None if reordered else convert_parts(parts, own_spec, shape, spec)
     if new is None and requantize is not None:
         new = requantize(was)
     elif new is None:

@@ -85,8 +85,8 @@ def quantize_checkpoint(
             decided.report.notes.append(check_plan(decided.plan.rows, for_))
         check_places([file.path for file in source.files], source.path, dst)
         if not dry_run:
-            with step("quantize_checkpoint", progress) as told:
-                _fill_report(decided, carry_out(decided.job, dst, resume, told, ranks))
+            with step("quantize_checkpoint", progress) as advance:
+                _fill_report(decided, carry_out(decided.job, dst, resume, advance, ranks))
     return decided.report
 
 
@@ -130,11 +130,11 @@ def _items(source: Checkpoint, plan: Plan, noise: QuantizationNoise) -> list[Ite
         aliases.setdefault(name, []).append(alias)
     rows: dict[str, PlanRow] = {}
     for row in plan.rows:
-        held = [p.name for p in row.places if p.name in where]
-        rows[held[0]] = row
+        found = [p.name for p in row.places if p.name in where]
+        rows[found[0]] = row
         if row.scheme is not None:
-            for name in held[1:]:  # tied in the model, so only one is stored
-                aliases.setdefault(held[0], []).extend([name, *aliases.pop(name, [])])
+            for name in found[1:]:  # tied in the model, so only one is stored
+                aliases.setdefault(found[0], []).extend([name, *aliases.pop(name, [])])
     dropped = {name for names in aliases.values() for name in names}
     out = []
     for name in sorted(where, key=lambda n: (where[n], source.entry(n).begin, n)):

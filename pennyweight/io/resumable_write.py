@@ -57,15 +57,15 @@ class RankGroup:
         """
         if self.size == 1:
             return [work()]
-        mine: tuple[Any, str | None] = (None, None)
+        result: tuple[Any, str | None] = (None, None)
         failed: BaseException | None = None
         try:
-            mine = (work(), None)
+            result = (work(), None)
         except Exception as error:
-            failed, mine = error, (None, f"{type(error).__name__}: {error}")
-        theirs: list[Any] = [None] * self.size
+            failed, result = error, (None, f"{type(error).__name__}: {error}")
+        results: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(theirs, mine)
+            dist.all_gather_object(results, result)
         except RuntimeError as error:
             if failed is not None:
                 raise failed from None
@@ -76,18 +76,18 @@ class RankGroup:
             ) from error  # fmt: skip
         if failed is not None:
             raise failed
-        for rank, (_, error_) in enumerate(theirs):
+        for rank, (_, error_) in enumerate(results):
             if error_ is not None:
                 raise CheckpointError(self.folder, None, f"rank {rank} failed: {error_}")
-        return [value for value, _ in theirs]
+        return [value for value, _ in results]
 
     def first(self, work: Callable[[], Any]) -> Any:
         """Run ``work`` on rank 0 only; returns its result on every rank."""
         return self.step(lambda: work() if self.rank == 0 else None)[0]
 
-    def same(self, what: str, mine: str) -> None:
+    def same(self, what: str, own: str) -> None:
         """Raise CheckpointError on every rank if a value differs between ranks."""
-        if any(theirs != mine for theirs in self.step(lambda: mine)):
+        if any(other != own for other in self.step(lambda: own)):
             raise CheckpointError(
                 self.folder,
                 None,
@@ -164,7 +164,6 @@ class Progress:
 _REMEDY = "pass resume=False to start over, or choose another folder"
 
 
-Told = Callback
 _LOG = logging.getLogger(__name__)
 
 
@@ -205,7 +204,7 @@ def check_places(files: Iterable[str], source: str, dst: str) -> None:
         raise CheckpointError(dst, None, "is not a folder")
 
 
-def carry_out(job: Job, dst: str, resume: bool, told: Told | None, ranks: bool = False) -> dict[str, float]:
+def carry_out(job: Job, dst: str, resume: bool, advance: Callback | None, ranks: bool = False) -> dict[str, float]:
     """Run the job; returns the SQNR of quantized tensors by name. Raises OSError if a write fails; completed shards
     then stay for ``resume``.
 
@@ -215,7 +214,7 @@ def carry_out(job: Job, dst: str, resume: bool, told: Told | None, ranks: bool =
     names = shard_names(len(job.shards))
     shards = dict(zip(names, job.shards, strict=True))
     team = RankGroup(dst, ranks)
-    told = told if team.rank == 0 else None
+    advance = advance if team.rank == 0 else None
     mark = fingerprint(job.files, job.labels, job.shards, job.metadata)
     team.same("the planned output", mark)
     progress = Progress(dst, mark)
@@ -225,12 +224,12 @@ def carry_out(job: Job, dst: str, resume: bool, told: Told | None, ranks: bool =
         left = [name for name in names if name not in progress.done]
         for name in progress.done:
             count += sum(i.meta is not None for i in shards[name])
-            if told is not None:
-                told(count, job.total, name)
+            if advance is not None:
+                advance(count, job.total, name)
         for start in range(0, len(left), team.size):
             turn = left[start : start + team.size]
-            mine = turn[team.rank] if team.rank < len(turn) else None
-            done = team.step(partial(_write_one, job, dst, mine, shards, count, told))
+            own = turn[team.rank] if team.rank < len(turn) else None
+            done = team.step(partial(_write_one, job, dst, own, shards, count, advance))
             for name, sqnr in zip(turn, done, strict=False):
                 progress.done[name] = sqnr
                 count += sum(i.meta is not None for i in shards[name])
@@ -241,7 +240,7 @@ def carry_out(job: Job, dst: str, resume: bool, told: Told | None, ranks: bool =
 
 
 def _write_one(
-    job: Job, dst: str, name: str | None, shards: dict[str, list[Item]], count: int, told: Told | None
+    job: Job, dst: str, name: str | None, shards: dict[str, list[Item]], count: int, advance: Callback | None
 ) -> dict[str, float]:
     """Write one output file; returns the SQNR of its tensors. name: None if this rank has none to write."""
     if name is None:
@@ -250,8 +249,8 @@ def _write_one(
     def wrote(item: Item) -> None:
         nonlocal count
         count += item.meta is not None
-        if told is not None and item.meta is not None:
-            told(count, job.total, item.name)
+        if advance is not None and item.meta is not None:
+            advance(count, job.total, item.name)
 
     path = os.path.join(dst, name)
     temp = f"{path}.partial"

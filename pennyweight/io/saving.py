@@ -103,9 +103,9 @@ def _counting(some: Sequence[Item], progress: Progress) -> Iterator[Callable[[It
     def wrote(item: Item) -> None:
         nonlocal done
         done += 1
-        told(done, len(some), item.name)
+        advance(done, len(some), item.name)
 
-    with step("save", progress) as told:
+    with step("save", progress) as advance:
         yield wrote
     _LOG.info("save: %d tensors, %d bytes", len(some), sum(item.nbytes for item in some))
 

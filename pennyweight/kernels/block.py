@@ -254,21 +254,21 @@ def run_reference(block: Steps, x: Tensor, call: Call) -> Tensor:
     """
     batch, tokens = x.shape[:2]
     rows = batch * tokens
-    held: dict[int, Tensor] = {0: x.reshape(rows, -1).float(), **call.kept}
+    buffers: dict[int, Tensor] = {0: x.reshape(rows, -1).float(), **call.kept}
 
     def put(index: int, value: Tensor) -> None:
         if index in call.kept:
             call.kept[index].copy_(value)
         else:
-            held[index] = value
+            buffers[index] = value
 
     def heads(columns: Columns, count: int, size: int) -> Tensor:  # [batch, tokens, count, size]
-        part = held[columns.buffer][:, columns.start : columns.start + count * size]
+        part = buffers[columns.buffer][:, columns.start : columns.start + count * size]
         return part.reshape(batch, tokens, count, size)
 
     for step in block.steps:
         if isinstance(step, LinearStep):
-            h = held[step.x] if step.norm is None else normalize(held[step.x], step.norm)
+            h = buffers[step.x] if step.norm is None else normalize(buffers[step.x], step.norm)
             if step.normed is not None:
                 put(step.normed, h)
             ys = [F.linear(h, w.weight, None if w.bias is None else w.bias.float()) for w in step.layers]
@@ -278,12 +278,12 @@ def run_reference(block: Steps, x: Tensor, call: Call) -> Tensor:
             else:
                 ys = [_act(step.act, y) for y in ys]
             for index, y in zip(step.out, ys, strict=True):
-                put(index, y if step.residual is None else y + held[step.residual])
+                put(index, y if step.residual is None else y + buffers[step.residual])
         elif isinstance(step, NormStep):
-            y = normalize(held[step.x], step.norm)
-            put(step.out, y if step.residual is None else y + held[step.residual])
+            y = normalize(buffers[step.x], step.norm)
+            put(step.out, y if step.residual is None else y + buffers[step.residual])
         elif isinstance(step, RotaryStep):
-            _rotary(step, held, heads, call, tokens)
+            _rotary(step, buffers, heads, call, tokens)
         else:
             held_q = heads(step.q, step.heads.query, step.heads.size).transpose(1, 2)
             if step.k is not None and step.v is not None:
@@ -296,12 +296,14 @@ def run_reference(block: Steps, x: Tensor, call: Call) -> Tensor:
                     before = (t.dequantize(torch.float32) for t in call.coded)
                     k, v = (torch.cat(both, 2) for both in zip(before, (k, v), strict=True))
             put(step.out, attend(held_q, k, v, call, step.scale, step.softcap))
-    if 1 not in held:
+    if 1 not in buffers:
         return x
-    return held[1].to(block.dtype).view(batch, tokens, -1)
+    return buffers[1].to(block.dtype).view(batch, tokens, -1)
 
 
-def _rotary(step: RotaryStep, held: dict[int, Tensor], heads: Callable[..., Tensor], call: Call, tokens: int) -> None:
+def _rotary(
+    step: RotaryStep, buffers: dict[int, Tensor], heads: Callable[..., Tensor], call: Call, tokens: int
+) -> None:
     if call.keys is None or call.values is None:
         raise ArgumentError("rotary step: the call has no keys and values to write to")
     q, k = heads(step.q, step.heads.query, step.heads.size), heads(step.k, step.heads.shared, step.heads.size)
@@ -312,7 +314,7 @@ def _rotary(step: RotaryStep, held: dict[int, Tensor], heads: Callable[..., Tens
             raise ArgumentError("rotary step: the call has no cos and sin")
         q, k = (rotate(t, call.cos, call.sin, step.rotary, step.rotated) for t in (q, k))
     width = step.heads.query * step.heads.size
-    held[step.q.buffer][:, step.q.start : step.q.start + width] = q.reshape(-1, width).clone()
+    buffers[step.q.buffer][:, step.q.start : step.q.start + width] = q.reshape(-1, width).clone()
     v = heads(step.v, step.heads.shared, step.heads.size)
     for cache, new in ((call.keys, k), (call.values, v)):
         cache[:, :, call.past : call.past + tokens] = new.transpose(1, 2).to(cache.dtype)

@@ -189,15 +189,15 @@ def formats(chain: ConvChain) -> tuple[ConvChain, dict[int, Format]]:
     more: dict[int, list[Step]] = {}
     for i, step in enumerate(steps):
         if isinstance(step, ConvStep):
-            held, codes = read.setdefault(step.x, {}), input_codes(step.weight)
-            if held and codes not in held:
+            same, codes = read.setdefault(step.x, {}), input_codes(step.weight)
+            if same and codes not in same:
                 more.setdefault(step.x, []).append(AddStep(step.x, count))
-                held[codes], count = count, count + 1
-            steps[i] = replace(step, x=held.setdefault(codes, step.x))
+                same[codes], count = count, count + 1
+            steps[i] = replace(step, x=same.setdefault(codes, step.x))
     ordered: list[Step] = []
     for step in steps:
         ordered += [step, *more.get(step.y, ())]
-    coded = {t: codes for held in read.values() for codes, t in held.items()}
+    coded = {t: codes for same in read.values() for codes, t in same.items()}
     numbers = set(chain.outputs)
     for step in reversed(ordered):
         if step.y not in coded:
@@ -222,12 +222,12 @@ def run_reference(chain: ConvChain, inputs: Sequence[Tensor]) -> list[Tensor]:
 
     Products are summed in float64: a sum of codes is exact, and only scale, bias and activation round.
     """
-    held: dict[int, Tensor] = {}
+    buffers: dict[int, Tensor] = {}
     for step in chain.steps:
         if isinstance(step, InputStep):
-            held[step.y] = inputs[step.index].float()
+            buffers[step.y] = inputs[step.index].float()
             continue
-        x = held[step.x]
+        x = buffers[step.x]
         if isinstance(step, ConvStep):
             w: Any = step.weight
             params = static_params(x, w.act_scale, w.act_zero_point)
@@ -243,6 +243,6 @@ def run_reference(chain: ConvChain, inputs: Sequence[Tensor]) -> list[Tensor]:
             y = x
         residual = getattr(step, "residual", None)
         if residual is not None:
-            y = y + held[residual]
-        held[step.y] = y.clamp(step.lo, step.hi)
-    return [held[i] for i in chain.outputs]
+            y = y + buffers[residual]
+        buffers[step.y] = y.clamp(step.lo, step.hi)
+    return [buffers[i] for i in chain.outputs]

@@ -222,12 +222,12 @@ class _TransformedLinear(torch.autograd.Function):
     """As _Linear for a frozen weight, with the rules that torch.func and forward-mode differentiation need."""
 
     @staticmethod
-    def forward(x: Tensor, held: _Constant, bias: Tensor | None) -> Tensor:
-        return _below_autograd(x, held.w, bias)
+    def forward(x: Tensor, constant: _Constant, bias: Tensor | None) -> Tensor:
+        return _below_autograd(x, constant.w, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, _Constant, Tensor | None], output: Tensor) -> None:
-        _, ctx.held, bias = inputs
+        _, ctx.constant, bias = inputs
         ctx.bias, ctx.shape, ctx.dtype = None if bias is None else bias.dtype, output.shape, output.dtype
 
     @staticmethod
@@ -235,22 +235,22 @@ class _TransformedLinear(torch.autograd.Function):
         grad_bias = None
         if ctx.bias is not None and ctx.needs_input_grad[2]:
             grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias)
-        return (grad @ ctx.held.w._dequantize(grad.dtype) if ctx.needs_input_grad[0] else None), None, grad_bias
+        return (grad @ ctx.constant.w._dequantize(grad.dtype) if ctx.needs_input_grad[0] else None), None, grad_bias
 
     @staticmethod
     def jvp(ctx: Any, x_t: Tensor | None, _: None, bias_t: Tensor | None) -> Tensor | None:
-        terms = [] if x_t is None else [F.linear(x_t, ctx.held.w._dequantize(x_t.dtype))]
+        terms = [] if x_t is None else [F.linear(x_t, ctx.constant.w._dequantize(x_t.dtype))]
         if bias_t is not None:
             terms.append(bias_t.to(ctx.dtype).expand(ctx.shape))
         return sum(terms[1:], terms[0]) if terms else None
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, None, int | None], x: Tensor, held: _Constant, bias: Tensor | None
+        info: Any, in_dims: tuple[int | None, None, int | None], x: Tensor, constant: _Constant, bias: Tensor | None
     ) -> tuple[Tensor, int]:
         x_dim, _, bias_dim = in_dims
         x = x.unsqueeze(0).expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
         if bias is None or bias_dim is None:
-            return linear(x, held.w, bias), 0
+            return linear(x, constant.w, bias), 0
         bias = bias.movedim(bias_dim, 0)
-        return linear(x, held.w) + bias.reshape(bias.shape[0], *(1,) * (x.ndim - 2), -1), 0
+        return linear(x, constant.w) + bias.reshape(bias.shape[0], *(1,) * (x.ndim - 2), -1), 0

@@ -214,33 +214,33 @@ class LowBitOptimizer(torch.optim.Optimizer):
         state["step"] += 1
         count = int(state["step"].item())
         c = self.numbers(group, count)
-        held = [local_tensor(state[name]) for name in self.names(group)]
+        states = [local_tensor(state[name]) for name in self.names(group)]
         kept = [KEPT[self.BITS][self.STATES[name]] for name in self.names(group)]
         key, turn = (
             stochastic_rounding.make_key(group["seed"], ordinal, *mesh_coordinate(p)),
             stochastic_rounding.step_mask(count),
         )
-        mine, g = local_tensor(p), local_gradient(p)
+        local, g = local_tensor(p), local_gradient(p)
         stochastic = group["bf16_stochastic_round"] and p.dtype is torch.bfloat16
-        why = native.accepts(mine, g, held)
+        why = native.accepts(local, g, states)
         if why is not True:
             slow[why] += 1
-            self._plain(mine, g, held, kept, c, key, count, group, stochastic)
+            self._plain(local, g, states, kept, c, key, count, group, stochastic)
             return None, None
-        values, g = mine.contiguous(), g.contiguous()
+        values, g = local.contiguous(), g.contiguous()
         flags = native.MAXIMIZE * bool(group["maximize"]) + native.NESTEROV * bool(group.get("nesterov"))
         made = self._jobs.get(p)
-        where = (values.data_ptr(), values.numel(), values.dtype, key, *(_address(s) for s in held))
+        where = (values.data_ptr(), values.numel(), values.dtype, key, *(_address(s) for s in states))
         if made is None or made[0] != where:
-            block = next((s.spec.block for s in held if isinstance(s, QT)), None)
-            where_blocks = StateBlocks(1, 1, 1, 1) if block is None else state_blocks(mine.shape, block)
-            job = native.job(values, held, [(k.stochastic, k.power) for k in kept], self.RULE[1], where_blocks, key)
+            block = next((s.spec.block for s in states if isinstance(s, QT)), None)
+            where_blocks = StateBlocks(1, 1, 1, 1) if block is None else state_blocks(local.shape, block)
+            job = native.job(values, states, [(k.stochastic, k.power) for k in kept], self.RULE[1], where_blocks, key)
             self._jobs[p] = made = (where, job)
         native.set_step(made[1], g, flags + native.STOCHASTIC * stochastic, turn, c)
-        return made[1], (mine, values, g)
+        return made[1], (local, values, g)
 
     def _plain(
-        self, p: Tensor, g: Tensor, held: Sequence[Tensor], kept: Sequence[StateFormat], c: Sequence[float],
+        self, p: Tensor, g: Tensor, states: Sequence[Tensor], kept: Sequence[StateFormat], c: Sequence[float],
         key: tuple[int, int], count: int, group: dict[str, Any], stochastic: bool,
     ) -> None:  # fmt: skip
         """The reference step, used if there is no native one."""
@@ -248,9 +248,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
         wide = torch.float64 if p.dtype is torch.float64 else torch.float32
         x = p.dequantize(wide) if isinstance(p, QT) else p.to(wide, copy=True)
         g = g.to(wide)
-        floats = [read(s).to(wide) for s in held]
+        floats = [read(s).to(wide) for s in states]
         self.RULE[0](x, -g if group["maximize"] else g, floats, c, bool(group.get("nesterov")))
-        for state, value, how in zip(held, floats, kept, strict=True):
+        for state, value, how in zip(states, floats, kept, strict=True):
             if isinstance(state, QT):
                 write_(state, value.float(), how, key, turn)
             elif state is not value:
@@ -273,12 +273,12 @@ class LowBitOptimizer(torch.optim.Optimizer):
             state[name] = self._fresh(group, p, name)
 
     def _fresh(self, group: dict[str, Any], p: Tensor, name: str) -> Tensor:
-        mine = local_tensor(p)
+        local = local_tensor(p)
         if p.numel() < self.LEAST:
             dtype = torch.float64 if p.dtype is torch.float64 else torch.float32
-            return wrap_like(torch.zeros(mine.shape, dtype=dtype, device=mine.device), p)
+            return wrap_like(torch.zeros(local.shape, dtype=dtype, device=local.device), p)
         kept = KEPT[self.BITS][self.STATES[name]]
-        return wrap_like(zeros(mine.shape, kept, group["block_size"], mine.device), p)
+        return wrap_like(zeros(local.shape, kept, group["block_size"], local.device), p)
 
     # -- memory and checkpoints --------------------------------------------------------------------------------------
 
@@ -353,16 +353,16 @@ class LowBitOptimizer(torch.optim.Optimizer):
                     "to another model"
                 )
             target = self._fresh(group, p, key)
-            mine, theirs = local_tensor(target), _shard(source, p)
-            if isinstance(mine, QT) and isinstance(theirs, QT) and theirs.spec == mine.spec:
-                mine = mine.with_(parts=theirs.to(mine.device).parts).clone()
-                state[key] = wrap_like(mine, p)
+            local, given = local_tensor(target), _shard(source, p)
+            if isinstance(local, QT) and isinstance(given, QT) and given.spec == local.spec:
+                local = local.with_(parts=given.to(local.device).parts).clone()
+                state[key] = wrap_like(local, p)
                 continue
-            value = read(theirs).to(device=mine.device, dtype=torch.float32)
-            if isinstance(mine, QT):
-                write_(mine, value, KEPT[self.BITS][self.STATES[key]])
+            value = read(given).to(device=local.device, dtype=torch.float32)
+            if isinstance(local, QT):
+                write_(local, value, KEPT[self.BITS][self.STATES[key]])
             else:
-                mine.copy_(value if isinstance(theirs, QT) else theirs)
+                local.copy_(value if isinstance(given, QT) else given)
             state[key] = target
         return state
 

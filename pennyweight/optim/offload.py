@@ -99,8 +99,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
     def _sync_options(self) -> None:
         """Pass options changed by a scheduler or the user to the inner optimizer."""
-        for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
-            theirs.update({name: value for name, value in mine.items() if name not in ("params", "param_names")})
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({name: value for name, value in outer.items() if name not in ("params", "param_names")})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only used by the constructor, because parameters need host copies. Raises ValueError afterwards."""
@@ -116,5 +116,5 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.inner.load_state_dict(state_dict)
         self.state = self.inner.state
-        for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
-            mine.update({name: value for name, value in theirs.items() if name != "params"})
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            outer.update({name: value for name, value in inner.items() if name != "params"})

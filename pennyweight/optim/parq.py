@@ -184,8 +184,8 @@ class ProximalOptimizer(torch.optim.Optimizer):
         self.base.load_state_dict(rest)
         self._share()
         self.steps = steps
-        for mine, latent in zip(self.latents.values(), latents, strict=True):
-            mine.copy_(latent)
+        for own, latent in zip(self.latents.values(), latents, strict=True):
+            own.copy_(latent)
         self._apply_proxes()
 
 

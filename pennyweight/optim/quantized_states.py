@@ -83,8 +83,8 @@ def state_blocks(shape: Sequence[int], block: tuple[int, ...]) -> StateBlocks:
     axis = len(shape) - len(block)
     inner = math.prod(shape[axis + 1 :])
     n = shape[axis]
-    held = (n if block[0] == -1 else min(block[0], n)) * inner
-    return StateBlocks(math.prod(shape[axis:]), held, inner, held if axis == len(shape) - 1 else shape[-1])
+    numel = (n if block[0] == -1 else min(block[0], n)) * inner
+    return StateBlocks(math.prod(shape[axis:]), numel, inner, numel if axis == len(shape) - 1 else shape[-1])
 
 
 def zeros(shape: Sequence[int], kept: StateFormat, size: int, device: torch.device) -> QT:

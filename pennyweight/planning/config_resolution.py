@@ -211,15 +211,15 @@ class ByName:
                 raise PlanError(f"{EMBEDDINGS}: the model has no embeddings; leave it out")
             if key in ("_default", EMBEDDINGS) or (type(config) in handled and any(_matches(key, m) for m in modules)):
                 continue
-            mine = [p for p in places if _matches(key, p.name) or _matches(key, p.module_name)]
-            if any(_reaches(key, p) for p in mine) or (mine and config is None):
+            matched = [p for p in places if _matches(key, p.name) or _matches(key, p.module_name)]
+            if any(_reaches(key, p) for p in matched) or (matched and config is None):
                 continue
             for computed in filter(None, map(computed_from, places)):
                 if _matches(key, computed.layer) or _matches(key, computed.name):
                     raise PlanError(f"{key!r}: {computed.name} is computed before each forward; {computed.remedy}")
-            if not mine:
+            if not matched:
                 raise PlanError(_nothing(key, places, modules))
-            raise PlanError(f"{key!r} matches nothing that can be quantized: {_type(mine[0])} at {mine[0].name}")
+            raise PlanError(f"{key!r} matches nothing that can be quantized: {_type(matched[0])} at {matched[0].name}")
 
 
 # -- parameters to skip ----------------------------------------------------------------------------------------------

@@ -407,9 +407,9 @@ def _call_row(
 def _check(rows: list[PlanRow]) -> None:
     """Raise PlanError for a key that quantizes nothing, and for a plan that does nothing."""
     for key in dict.fromkeys(r.key for r in rows if r.key not in ("", "_default", EMBEDDINGS)):
-        mine = [r for r in rows if r.key == key]
-        if not any(r.site is not None or r.call is not None or r.left == "skipped" for r in mine):
-            raise PlanError(f"{key!r} matches nothing that can be quantized: {mine[0].name}: {mine[0].note}")
+        matched = [r for r in rows if r.key == key]
+        if not any(r.site is not None or r.call is not None or r.left == "skipped" for r in matched):
+            raise PlanError(f"{key!r} matches nothing that can be quantized: {matched[0].name}: {matched[0].note}")
     if not any(r.scheme is not None or r.call is not None for r in rows):
         reasons = sorted({f"{r.type_name}: {r.note}" for r in rows if r.note and len(r.shape) > 1})
         raise PlanError(

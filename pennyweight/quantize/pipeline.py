@@ -176,12 +176,12 @@ class Pipeline:
 
     def __init__(self, model: nn.Module, config: AOBaseConfig, options: Options) -> None:
         self.model, self.config, self.options = model, config, options
-        self.told: Callback = ignore
+        self.advance: Callback = ignore
 
     def run(self) -> Report:
         # Parameters created in inference mode cannot be used by autograd later.
         progress = self.options.progress
-        with step("quantize_", progress) as self.told, torch.inference_mode(False), torch.no_grad():
+        with step("quantize_", progress) as self.advance, torch.inference_mode(False), torch.no_grad():
             for name in ("spill", "resume"):
                 check_folder(name, getattr(self.options, name), create=name == "resume")
             if self.options.resume is not None and not self.options.has_recipe:
@@ -308,7 +308,7 @@ class Pipeline:
                 if release is not None and row.places[0].get() is not was:
                     release(was)
                 was = row.tensor = None  # frees the float weight before the next is read
-            self.told(total - len(pairs), total, name)
+            self.advance(total - len(pairs), total, name)
 
         for name in [name for name, (row, _) in pairs.items() if row.call is not None]:
             finish(name)

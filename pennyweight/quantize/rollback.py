@@ -48,10 +48,10 @@ class ModelSnapshot:
             state = dict(module.__dict__)
             inner = [(value, dict(value)) for value in state.values() if isinstance(value, dict)]
             self.modules.append((module, type(module), state, inner))
-            for held in (state, *(copy for _, copy in inner)):
-                for name, value in held.items():
+            for copied in (state, *(copy for _, copy in inner)):
+                for name, value in copied.items():
                     if isinstance(value, Tensor):
-                        self.homes.setdefault(id(value), []).append((held, name))
+                        self.homes.setdefault(id(value), []).append((copied, name))
                         if type(value) in (Tensor, nn.Parameter):
                             self.plain[id(value)] = value, value.data, value.requires_grad
             config = state.get("config")
@@ -76,15 +76,15 @@ class ModelSnapshot:
             return
         value = self.copies.pop(key) if key in self.copies else self._stored(t.detach())
         kept = _Saved(value, isinstance(t, nn.Parameter), self.plain.pop(key)[2])
-        for held, name in self.homes.pop(key):
-            held[name] = kept
+        for home, name in self.homes.pop(key):
+            home[name] = kept
 
     def restore(self) -> None:
         """Restore the model. A released tensor is restored as a new object with the same value."""
         loaded: dict[int, Tensor] = {}
 
-        def back(held: _Dict) -> _Dict:
-            return {name: self._value(value, loaded) for name, value in held.items()}
+        def back(given: _Dict) -> _Dict:
+            return {name: self._value(value, loaded) for name, value in given.items()}
 
         for module, kind, state, inner in self.modules:
             module.__class__ = kind

@@ -51,8 +51,8 @@ def _entries(model: nn.Module) -> Iterator[tuple[str, int, int, int]]:
     seen: set[int] = set()
     for prefix, module in unwrapped(model).named_modules():
         lasting = module._buffers.keys() - module._non_persistent_buffers_set
-        held: dict[str, Tensor | None] = {**module._parameters, **{n: module._buffers[n] for n in lasting}}
-        for name, tensor in held.items():
+        tensors: dict[str, Tensor | None] = {**module._parameters, **{n: module._buffers[n] for n in lasting}}
+        for name, tensor in tensors.items():
             if tensor is None or id(tensor) in seen:
                 continue
             seen.add(id(tensor))

@@ -83,13 +83,13 @@ def compare(
     sums: Sums | None = None
     rule = labels_rule(exact, labels)
     total = len(batches) if isinstance(batches, Sized) else 0  # 0: an iterator, whose end is not known
-    with step("compare", progress) as told, evaluating(exact, found):
+    with step("compare", progress) as advance, evaluating(exact, found):
         for done, batch in enumerate(batches_of(batches), 1):
             y, y_q = probe.run(exact, found, batch)
             if sums is None:
                 sums = Sums(kind or kind_of_output(y, otherwise), rule, pooling)
             sums.add(batch, y, y_q)
-            told(done, total, "")
+            advance(done, total, "")
     if sums is None or not sums.rows:
         raise ValueError("there is nothing to compare: no batch was given, or the masks exclude all tokens")
     kl, interval, top1, perplexity = sums.distributions(seed, temperature)
@@ -139,17 +139,17 @@ class _Probe:
         outputs: tuple[Any, Any] | None = None
         done: set[str] = set()
         while True:
-            held: dict[str, list[Tensor | None]] = {}
+            kept: dict[str, list[Tensor | None]] = {}
             room = [HELD]
             before = Counter(self.calls)
             y = self._hooked(
-                exact, [partial(self._keep, p, held, room, done, outputs is None) for p in self.pairs], batch, 0
+                exact, [partial(self._keep, p, kept, room, done, outputs is None) for p in self.pairs], batch, 0
             )
-            y_q = self._hooked(found, [partial(self._meet, p, held, Counter()) for p in self.pairs], batch, 1)
+            y_q = self._hooked(found, [partial(self._meet, p, kept, Counter()) for p in self.pairs], batch, 1)
             if outputs is None:
                 outputs, called = (y, y_q), {name for name in self.calls if self.calls[name] > before[name]}
-            done |= held.keys()
-            if not held or called <= done:
+            done |= kept.keys()
+            if not kept or called <= done:
                 return outputs
 
     def _hooked(self, model: nn.Module, hooks: list[Hook], batch: Any, side: int) -> Any:
@@ -164,7 +164,7 @@ class _Probe:
                 handle.remove()
 
     def _keep(
-        self, pair: Pair, held: Any, room: list[int], done: set[str], first: bool, module: nn.Module, args: Any,
+        self, pair: Pair, kept: Any, room: list[int], done: set[str], first: bool, module: nn.Module, args: Any,
         kwargs: Any, output: Any,
     ) -> None:  # fmt: skip
         y = first_tensor(output)
@@ -181,15 +181,15 @@ class _Probe:
             finally:
                 self.busy = False
             self._add(self.alone, pair.name, y, alone)
-        if pair.name in held or (pair.name not in done and (room[0] > 0 or not held)):
+        if pair.name in kept or (pair.name not in done and (room[0] > 0 or not kept)):
             # a copy: the next module may write into the output, as nn.ReLU(inplace=True) does
-            held.setdefault(pair.name, []).append(y.detach().clone())
+            kept.setdefault(pair.name, []).append(y.detach().clone())
             room[0] -= y.nbytes
 
     def _meet(
-        self, pair: Pair, held: Any, seen: Counter[str], module: nn.Module, args: Any, kwargs: Any, output: Any
+        self, pair: Pair, kept: Any, seen: Counter[str], module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        outputs = held.get(pair.name, [])
+        outputs = kept.get(pair.name, [])
         turn = seen[pair.name]
         seen[pair.name] += 1
         if turn < len(outputs):

@@ -173,7 +173,7 @@ def golden(
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     width = 0
     model = unwrapped(model)
-    with step("golden", progress) as told, evaluating(model):
+    with step("golden", progress) as advance, evaluating(model):
         for done, batch in enumerate(some, 1):
             output = run_batch(model, batch)
             kind = kind or kind_of_output(output)
@@ -186,7 +186,7 @@ def golden(
             top = (picked.abs() if kind == "tensor" else picked).topk(min(k, width), -1).indices
             values = picked.gather(-1, top).float().clamp(min=torch.finfo(torch.float32).min)
             found.append((at.int(), values.cpu(), top.int().cpu()))
-            told(done, len(some), "")
+            advance(done, len(some), "")
     assert kind is not None
     if not any(len(at) for at, _, _ in found):
         raise ValueError("there are no rows to store: the masks are all zero")
@@ -223,7 +223,7 @@ def verify(
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     kls, same, signal, noise = [], [], 0.0, 0.0
     stored = list(zip(expected.inputs, expected.rows, expected.values, expected.indices, strict=True))
-    with step("verify", progress) as told, evaluating(model):
+    with step("verify", progress) as advance, evaluating(model):
         for done, (inputs, rows, values, indices) in enumerate(stored, 1):
             table, _ = _table(run_batch(model, _on(inputs, device)), inputs, expected.kind)
             if table.shape[-1] != expected.width or (len(rows) and int(rows.max()) >= len(table)):
@@ -231,17 +231,17 @@ def verify(
                     f"the model returns {len(table)} rows of {table.shape[-1]}, the golden outputs need rows of "
                     f"{expected.width}, at least {int(rows.max()) + 1}: they belong to another architecture"
                 )
-            mine = _scores(table[rows.to(table.device).long()], expected.kind).cpu()
-            ours = mine.gather(-1, indices.long())
+            scores = _scores(table[rows.to(table.device).long()], expected.kind).cpu()
+            found_scores = scores.gather(-1, indices.long())
             if expected.kind == "logits":
-                kls.append(_kl(values.double(), ours))
-                same.append(mine.argmax(-1) == indices[:, 0])
+                kls.append(_kl(values.double(), found_scores))
+                same.append(scores.argmax(-1) == indices[:, 0])
             else:
-                same.append(mine.abs().argmax(-1) == indices[:, 0])
+                same.append(scores.abs().argmax(-1) == indices[:, 0])
             # for logits the error of the probabilities, which are bounded
-            a, b = (x.exp() if expected.kind == "logits" else x for x in (values.double(), ours))
+            a, b = (x.exp() if expected.kind == "logits" else x for x in (values.double(), found_scores))
             signal, noise = signal + float(a.square().sum()), noise + float((b - a).square().sum())
-            told(done, len(stored), "")
+            advance(done, len(stored), "")
     top1 = torch.cat(same).double()
     kl = distribution(torch.cat(kls)) if kls else None
     return Verification(

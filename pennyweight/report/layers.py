@@ -65,12 +65,12 @@ def pairs(exact: nn.Module, found: nn.Module) -> tuple[list[Pair], tuple[str, ..
 
     A module with two names is one layer, under the first of them.
     """
-    theirs = {p.name: p for where in weights(exact, every=True) for p in _once(where)}
+    exact_places = {p.name: p for where in weights(exact, every=True) for p in _once(where)}
     ours = {p.name: (p, where[0].name) for where in weights(found) for p in _once(where)}
     known = {p.name: p for where in weights(found, every=True) for p in _once(where)}
     both, apart = [], []
     order = {name: i for i, (name, _) in enumerate(exact.named_modules(remove_duplicate=False))}
-    for name, place in sorted(theirs.items(), key=lambda item: order.get(item[1].module_name, 0)):
+    for name, place in sorted(exact_places.items(), key=lambda item: order.get(item[1].module_name, 0)):
         if name not in ours:
             if place.own or name not in known:
                 apart.append(f"{name}: only the float model has it")
@@ -80,7 +80,7 @@ def pairs(exact: nn.Module, found: nn.Module) -> tuple[list[Pair], tuple[str, ..
         else:
             first = ours[name][1]
             both.append(Pair(name, place, ours[name][0], "" if first == name else first))
-    apart += [f"{name}: only the quantized model has it" for name in known if name not in theirs]
+    apart += [f"{name}: only the quantized model has it" for name in known if name not in exact_places]
     return both, tuple(apart)
 
 
@@ -122,11 +122,11 @@ def stored_bytes(tensor: Tensor) -> int:
 
 def model_bytes(model: nn.Module) -> int:
     """Stored bytes of a model's state dict; tied weights count once."""
-    held: dict[int, Tensor] = {id(p): p for p in model.parameters()}
+    tensors: dict[int, Tensor] = {id(p): p for p in model.parameters()}
     for module in model.modules():
         lasting = module._buffers.keys() - module._non_persistent_buffers_set
-        held |= {id(b): b for n in lasting if (b := module._buffers[n]) is not None}
-    return sum(stored_bytes(t) for t in held.values())
+        tensors |= {id(b): b for n in lasting if (b := module._buffers[n]) is not None}
+    return sum(stored_bytes(t) for t in tensors.values())
 
 
 def weight_sqnr(exact: Tensor, found: Tensor) -> float:

@@ -35,7 +35,7 @@ def letters(count: int) -> list[str]:
 def ranked(some: Sequence[Standing]) -> list[Standing]:
     """With ``front`` set, by error and then by bytes; those without a known error last."""
     costs = [_costs(s) for s in some]
-    front = [not any(_dominates(other, mine) for other in costs) for mine in costs]
+    front = [not any(_dominates(other, cost) for other in costs) for cost in costs]
     marked = [Standing(**{**vars(s), "front": f}) for s, f in zip(some, front, strict=True)]
     return sorted(marked, key=lambda s: (s.error is None, s.error or 0.0, s.bytes))
 

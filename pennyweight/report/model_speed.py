@@ -41,7 +41,7 @@ class Speed:
 
 def model_speeds(
     models: Sequence[nn.Module], batches: Sequence[tuple[str, Any]], *, rounds: int = ROUNDS,
-    told: Callable[[str], None] = lambda text: None,
+    notify: Callable[[str], None] = lambda text: None,
 ) -> list[list[Speed]]:  # fmt: skip
     """[model][batch]: times of each model on each named batch. The first model is the reference (float).
 
@@ -59,12 +59,14 @@ def model_speeds(
                 counts.append(max(1, round(SECONDS / max(1e-9, _seconds(model, batch, 1)))))
             times: list[list[float]] = [[] for _ in models]
             for turn in range(rounds):
-                told(f"timing {what}, round {turn + 1} of {rounds}")
+                notify(f"timing {what}, round {turn + 1} of {rounds}")
                 for i, model in enumerate(models):
                     times[i].append(_seconds(model, batch, counts[i]))
-            for i, mine in enumerate(times):
-                ratios = [a / b for a, b in zip(times[0], mine, strict=True)]
-                out[i].append(Speed(what, statistics.median(mine), statistics.median(ratios), min(ratios), max(ratios)))
+            for i, seconds in enumerate(times):
+                ratios = [a / b for a, b in zip(times[0], seconds, strict=True)]
+                out[i].append(
+                    Speed(what, statistics.median(seconds), statistics.median(ratios), min(ratios), max(ratios))
+                )
     return out
 
 

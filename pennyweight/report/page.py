@@ -357,8 +357,8 @@ def _compared_table(page: Page) -> dict[str, Any]:
     for name in names:
         first = next(d[name] for d in by_name if name in d)
         row = [_cell(name, name, "l name"), _cell("×".join(map(str, first.shape)), first.weights)]
-        for held in by_name:
-            w = held.get(name)
+        for entry in by_name:
+            w = entry.get(name)
             if w is None or not w.quantized:
                 row.append(_cell("–" if w is None else "float", 1e6))
                 continue

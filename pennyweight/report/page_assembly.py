@@ -42,7 +42,7 @@ from .suggestions import TRIALS, TRIALS_OF_SEVERAL, suggest
 from .verdict import verdict
 from .weight_errors import WeightErrors, weight_errors
 
-Told = Callable[[str], None]
+Notify = Callable[[str], None]
 FIGURES, FIGURES_OF_SEVERAL, ACTIVATIONS = 6, 3, 3  # layers shown
 PATIENCE = 60.0  # seconds of trials if their number was not given
 
@@ -63,7 +63,7 @@ def gather(
     trials: int | None = None,
     pareto: Any = None,
     names: Sequence[str] = (),
-    told: Told = lambda text: None,
+    notify: Notify = lambda text: None,
 ) -> Page:
     """The page of one quantized checkpoint, or of several of one model.
 
@@ -76,7 +76,7 @@ def gather(
                starts after a minute, or twice the time of the comparison if that is longer
     pareto     points of other models, see svg_figures.check_points
     names      of the checkpoints on the page; default: their folders' names
-    told       called with each progress message
+    notify     called with each progress message
 
     With several, all models are in memory at once. Raises ValueError (CheckpointError for files) and OSError.
     """
@@ -91,7 +91,7 @@ def gather(
         stored = [_stored(path, name) for path, name in zip(paths, names, strict=True)]
         return Page(title, command, _versions(), stored, points=points)
     written = read_texts(texts)
-    told(f"loading {float_dir}")
+    notify(f"loading {float_dir}")
     exact = load_folder(float_dir)
     batches: list[Any] = []
     if inputs:
@@ -101,7 +101,7 @@ def gather(
         batches = list(text_batches(exact, tokenizer, written, batch=batch, length=length, limit=limit))
     loaded = []
     for path in paths:
-        told(f"loading {path}")
+        notify(f"loading {path}")
         loaded.append(load_folder(path, float_dir))
         check_one_model(exact, loaded[-1], float_dir, path)
     several = len(paths) > 1
@@ -111,13 +111,15 @@ def gather(
     for path, name, model in zip(paths, names, loaded, strict=True):
         found.append(
             _measured(
-                exact, model, path, name, batches, float_dir, bool(inputs), measure, (trials, patience), several, told
+                exact, model, path, name, batches, float_dir, bool(inputs), measure, (trials, patience), several, notify
             )
         )
     timed = batches and (several if speed is None else speed)
     if timed:
         chosen = timed_batches(batches[0], is_causal(exact))
-        for m, times in zip(found, model_speeds([exact, *loaded], chosen, rounds=rounds, told=told)[1:], strict=True):
+        for m, times in zip(
+            found, model_speeds([exact, *loaded], chosen, rounds=rounds, notify=notify)[1:], strict=True
+        ):
             m.speed = times
     for m, folder in zip(found, paths, strict=True):
         speeds = [s.speed for s in m.speed]
@@ -125,7 +127,7 @@ def gather(
             m.comparison, m.layers, m.kinds, total=m.bytes, total_float=m.bytes_float, suggestions=m.suggestions,
             latency=m.latency, speed=min(speeds, default=None), tried=trials > 0 and _is_native(folder),
         )  # fmt: skip
-    told("drawing")
+    notify("drawing")
     return Page(
         title, command, _versions(), found, _sources_of_text(texts, inputs), _inputs(exact, batches) if batches else (),
         points, processor() if timed or measure else "", rounds if timed else 0, model_bytes(exact),
@@ -134,14 +136,14 @@ def gather(
 
 def _measured(
     exact: nn.Module, model: nn.Module, path: str, name: str, batches: Sequence[Any], float_dir: str, given: bool,
-    measure: bool, trials: tuple[int, float], several: bool, told: Told,
+    measure: bool, trials: tuple[int, float], several: bool, notify: Notify,
 ) -> Quantization:  # fmt: skip
     """All measurements of one quantization but the speed of the whole model. given: inputs instead of text;
     trials: their number, and the seconds after which none starts, or twice the time of the comparison."""
     comparison: Comparison | None = None
     found = Quantization(name, path, (), model_bytes(model), model_kinds(model, exact), model_bytes(exact))
     if batches:
-        told(f"comparing {path}")
+        notify(f"comparing {path}")
         how: dict[str, Any] = {"pooling": pooling_of(float_dir)} | ({} if given else {"kind": kind_of_model(exact)})
         start = perf_counter()
         comparison = compare(exact, model, batches, **how)
@@ -151,14 +153,22 @@ def _measured(
         if trials[0] and _is_native(path):
             how["kind"] = comparison.kind
             found.suggestions = suggest(
-                exact, model, comparison, batches, found.sources, trials=trials[0], seconds=seconds, told=told, **how
+                exact,
+                model,
+                comparison,
+                batches,
+                found.sources,
+                trials=trials[0],
+                seconds=seconds,
+                notify=notify,
+                **how,
             )
     else:
         found.layers, found.unmatched = compare_weights(exact, model)
     found.comparison = comparison
     found.errors = _errors(exact, model, found.layers, FIGURES_OF_SEVERAL if several else FIGURES)
     if measure:
-        found.latency = time_layers(exact, model, progress=lambda name: told(f"timing layers such as {name}"))
+        found.latency = time_layers(exact, model, progress=lambda name: notify(f"timing layers such as {name}"))
     return found
 
 
@@ -183,11 +193,11 @@ def _stored(folder: str, name: str) -> Quantization:
     layers: list[Layer] = []
     entries = []
     with open_checkpoint(folder) as checkpoint:
-        total = sum(held.nbytes for held in checkpoint.held.values())
-        for key, held in checkpoint.held.items():
-            shape, meta = tuple(held.kind.shape), held.meta
+        total = sum(stored.nbytes for stored in checkpoint.held.values())
+        for key, stored in checkpoint.held.items():
+            shape, meta = tuple(stored.kind.shape), stored.meta
             count = math.prod(shape)
-            entries.append((key, len(shape), held.nbytes, count, meta is not None))
+            entries.append((key, len(shape), stored.nbytes, count, meta is not None))
             if len(shape) < 2:
                 continue
             scheme = short = ""
@@ -195,8 +205,8 @@ def _stored(folder: str, name: str) -> Quantization:
                 scheme = f"{meta.spec.with_(layout='plain')}{' perm' if meta.perm else ''}"
                 scheme += "" if meta.act is None else f" × {meta.act}"
                 short = shorten(meta.spec, meta.act)
-            unknown = count * held.kind.dtype.itemsize  # its size before quantization
-            layers.append(Layer(key, "", shape, scheme, count, unknown, held.nbytes, math.nan, scheme_short=short))
+            unknown = count * stored.kind.dtype.itemsize  # its size before quantization
+            layers.append(Layer(key, "", shape, scheme, count, unknown, stored.nbytes, math.nan, scheme_short=short))
     kinds: list[KindBytes] = stored_kinds(entries)
     said = verdict(None, layers, kinds, total=total, total_float=None, latency={})
     return Quantization(name, folder, layers, total, kinds, verdict=said)

@@ -89,7 +89,7 @@ class Suggestion:
 def suggest(
     exact: nn.Module, found: nn.Module, comparison: Comparison, batches: Sequence[Any],
     sources: Mapping[str, Source], *, kind: str, pooling: str, trials: int = TRIALS,
-    seconds: float = math.inf, told: Callable[[str], None] = lambda text: None,
+    seconds: float = math.inf, notify: Callable[[str], None] = lambda text: None,
 ) -> list[Suggestion]:  # fmt: skip
     """Suggestions that were measured to help, best first.
 
@@ -101,9 +101,9 @@ def suggest(
     end = perf_counter() + seconds
     for change in _candidates(found, comparison, sources)[:trials]:
         if perf_counter() > end:
-            told("no time for more trials; --trials N sets their number")
+            notify("no time for more trials; --trials N sets their number")
             break
-        told(f"trying {change.text}")
+        notify(f"trying {change.text}")
         tried = try_change(exact, found, comparison, batches, change, kind=kind, pooling=pooling)
         if tried is not None and _helps(tried):
             out.append(tried)

@@ -84,8 +84,8 @@ def activation_figure(inputs: Inputs, label: str) -> str:
     fig, (left, right) = _figure(7.2, 2.1, 2)
     edges = [2.0 ** (LOW + i * (HIGH - LOW) / BINS) for i in range(BINS + 1)]
     counts = inputs.bins.tolist()
-    held = [i for i, n in enumerate(counts) if n]
-    low, high = (min(held), max(held) + 1) if held else (0, BINS)
+    occupied = [i for i, n in enumerate(counts) if n]
+    low, high = (min(occupied), max(occupied) + 1) if occupied else (0, BINS)
     left.stairs(counts[low:high], edges[low : high + 1], fill=True, color=COLOURS["quantized"], alpha=0.6, linewidth=0)
     left.set_xscale("log")
     left.set_yscale("log")

@@ -95,8 +95,8 @@ def _step(s: Suggestion, kinds: Sequence[KindBytes], total: int) -> Step:
     """One sentence with the reason, the bytes and the error."""
     why = s.change.what
     if "--embeddings" in s.change.options:
-        held = sum(k.bytes for k in kinds if k.kind == "embeddings")
-        why = f"embeddings are {held / max(1, total):.0%} of the bytes"
+        embeddings = sum(k.bytes for k in kinds if k.kind == "embeddings")
+        why = f"embeddings are {embeddings / max(1, total):.0%} of the bytes"
     moved = (
         f"saves {size(s.saves)} ({_share(s.share)})" if s.saves > 0 else f"costs {size(-s.saves)} ({_share(-s.share)})"
     )

@@ -48,7 +48,7 @@ def step(name: str, progress: Progress = None, *, delay: float | None = None) ->
     if isinstance(progress, _Advance):  # the callback of a bar: this is work within it
         progress = None
     outer = _CURRENT.get()
-    if callable(progress) or progress is False or (outer is not None and not outer.mine()):
+    if callable(progress) or progress is False or (outer is not None and not outer.drawn_here()):
         callback, bar, inner = progress if callable(progress) else ignore, None, _HIDDEN
     elif outer is not None:
         callback, bar, inner = outer.enter(name), outer, outer
@@ -101,7 +101,7 @@ class _Bar:
             self._timer.daemon = True
             self._timer.start()
 
-    def mine(self) -> bool:
+    def drawn_here(self) -> bool:
         """Whether it can be drawn here: it is a real bar, and this process is not a fork of the one that draws it."""
         return self._display is not None and self._process == os.getpid()
 

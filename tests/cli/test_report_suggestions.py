@@ -105,6 +105,6 @@ def test_trials_end_in_time() -> None:
     small = quantized(model)
     comparison = pw.compare(model, small, prompts())
     said: list[str] = []
-    how: dict[str, Any] = {"kind": "logits", "pooling": "mean", "told": said.append}
+    how: dict[str, Any] = {"kind": "logits", "pooling": "mean", "notify": said.append}
     assert suggest(model, small, comparison, prompts(), {}, seconds=-1.0, **how) == []
     assert said == ["no time for more trials; --trials N sets their number"]

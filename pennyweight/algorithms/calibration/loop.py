@@ -91,10 +91,10 @@ class CalibrationLoop:
         collector = _Collector(self._of(names), self.single)
         if self.known.issuperset(names):
             return collector.finish()
-        with step("collecting statistics") as told:
+        with step("collecting statistics") as advance:
             for i, batch in enumerate(batches, 1):
                 collector.run(lambda batch=batch: run_batch(self.model, batch), token_mask(batch))
-                told(i, len(batches), "")
+                advance(i, len(batches), "")
         return collector.finish()
 
     def _chain(self, segment: CalibrationSegment) -> Iterator[Stage]:
@@ -131,14 +131,14 @@ class CalibrationLoop:
             if exact is not None:
                 advance_block(exact, len(self.batches), b, block, rest)
             return collector.finish()
-        with step(f"collecting statistics of block {b}") as told:
+        with step(f"collecting statistics of block {b}") as advance:
             for i, batch in enumerate(self.batches):
                 mask = token_mask(batch)
                 if exact is not None:
                     out = collector.record_float_inputs(lambda i=i: run_block(block, exact.get(i), rest(i, b)), mask)
                     exact.put(i, out)
                 collector.run(lambda i=i: run_block(block, hidden.get(i), rest(i, b)), mask)
-                told(i + 1, len(self.batches), "")
+                advance(i + 1, len(self.batches), "")
         return collector.finish()
 
     def _of(self, names: list[str]) -> dict[int, str]:

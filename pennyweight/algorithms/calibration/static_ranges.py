@@ -172,11 +172,11 @@ def observe_ranges(
 
     ids = {id(tensor): name for name, tensor in weights.items()}
     total = len(batches) if isinstance(batches, Sized) else 0  # 0: an iterator, whose end is not known
-    with step("calibrate", progress) as told, inference_mode(model):
+    with step("calibrate", progress) as advance, inference_mode(model):
         for done, batch in enumerate(each(batches, "batches"), 1):
             with InputHooks(ids, see, token_mask(batch), unfold=False):
                 run_batch(model, batch)
-            told(done, total, "")
+            advance(done, total, "")
     never = [name for name in weights if name not in states or not states[name][1]]
     if never:
         raise PlanError(f"no input reached {', '.join(never)}; use calibration data that does, or exclude them")

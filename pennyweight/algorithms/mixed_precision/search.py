@@ -138,7 +138,7 @@ def search(
     configs = read_candidates(candidates, default)
     check_number("held_out", held_out, 0, below=1)
     solving, measuring = losses.split_batches(batches, held_out)
-    with step("search", progress) as told, torch.inference_mode(False), torch.no_grad():
+    with step("search", progress) as advance, torch.inference_mode(False), torch.no_grad():
         plans = [plan(model, config, filter_fn, skip=skip) for config in configs]
         if for_ is not None:
             plans, configs = _readable(plans, configs, for_, candidates is None)
@@ -161,8 +161,8 @@ def search(
         rows = {name: [row for p in plans for row in p.active if row.name == name] for name in names}
         groups = _groups(names, for_, fused)
         check(merge(_known(rows, configs, took), groups)[0], limit, base)
-        solved = _solve(model, rows, recipe.solver, solving, told)
-        table = _losses(model, rows, solved, _known(rows, configs, took), measuring, measure, told)
+        solved = _solve(model, rows, recipe.solver, solving, advance)
+        table = _losses(model, rows, solved, _known(rows, configs, took), measuring, measure, advance)
         chosen = allocate(table, limit, groups)
         nbytes, total, seconds = totals(table, chosen)
         places = {name: rows[name][0].places for name in names}
@@ -255,7 +255,7 @@ def _nbytes(row: PlanRow) -> int:
 
 
 def _solve(
-    model: nn.Module, rows: dict[str, list[PlanRow]], solver: Any, batches: list[Any], told: Callback
+    model: nn.Module, rows: dict[str, list[PlanRow]], solver: Any, batches: list[Any], advance: Callback
 ) -> dict[str, list[AffineQuantizedTensor]]:
     """Quantize each weight under each candidate, with the float model's inputs."""
     solved: dict[str, list[AffineQuantizedTensor]] = {}
@@ -264,7 +264,7 @@ def _solve(
         for name in names:
             found = [solve_in_model(model, row, solver, seen.get(name), batches).weight for row in rows[name]]
             solved[name] = [w.to_layout(_packed(row)) for w, row in zip(found, rows[name], strict=True)]
-            told(len(solved), len(rows), f"solving {name}")
+            advance(len(solved), len(rows), f"solving {name}")
     return {name: solved[name] for name in rows}
 
 
@@ -293,7 +293,7 @@ def _weight_only(row: PlanRow) -> bool:
 
 def _losses(
     model: nn.Module, rows: dict[str, list[PlanRow]], solved: dict[str, list[AffineQuantizedTensor]], known: Table,
-    batches: list[Any], measure: losses.Divergence, told: Callback,
+    batches: list[Any], measure: losses.Divergence, advance: Callback,
 ) -> Table:  # fmt: skip
     """Measure the loss of the model with one weight replaced, for each weight and each option."""
     expected = losses.references(model, batches)
@@ -307,7 +307,7 @@ def _losses(
             )
             table[name].append(replace(option, nbytes=w.nbytes, loss=max(loss, 0.0)))
         table[name] += known[name][len(options) :]
-        told(len(table), len(rows), f"measuring {name}")
+        advance(len(table), len(rows), f"measuring {name}")
     return table
 
 

@@ -119,15 +119,15 @@ class ScaleSearch(Rewrite):
         return notes | ({"": note} if note else {})
 
     def _why_not(
-        self, pair: EqualizationPair, s: Tensor, held: ReaderInputs | None, target: Mapping[str, Scheme | None]
+        self, pair: EqualizationPair, s: Tensor, inputs: ReaderInputs | None, target: Mapping[str, Scheme | None]
     ) -> str:
         """Why a chosen scale is not applied; "" if its readers' error on the held-out data decreases."""
         if not self.held_out:
             return ""
-        if held is None:
+        if inputs is None:
             return "no held-out data"
         options = (pair.scale_of_readers(torch.ones_like(s)), pair.scale_of_readers(s))
-        found = [group_error(pair.readers, held.tokens, one, target) for one in options]
+        found = [group_error(pair.readers, inputs.tokens, one, target) for one in options]
         before, after = all_reduce.reduce_sum(torch.tensor(found, dtype=torch.float64, device="cpu")).tolist()
         return "" if after < before else f"no scale reduces its error on held-out data: {before:.3g} -> {after:.3g}"
 

@@ -75,14 +75,14 @@ def improve(
     if not batches:
         raise PlanError("improve needs calibration data; pass batches")
     rows: dict[str, Row] = {}
-    with step("improve", progress) as told, torch.inference_mode(False), torch.no_grad():
+    with step("improve", progress) as advance, torch.inference_mode(False), torch.no_grad():
         weights = {id(w): name for name, (_, w, _) in found.items()}
         for names, seen in CalibrationLoop(model, weights, batches, ("hessian",)).stages():
             for name in names:
                 it = seen.get(name, CollectedStatistics())
                 improved = _improve_looked_up if it.looked_up and it.stats else _improve
                 rows[name] = improved(*found[name], it, sweeps, damping, model, batches)
-                told(len(rows), len(found), name)
+                advance(len(rows), len(found), name)
         for name in found.keys() - rows.keys():
             where, w, _ = found[name]
             rows[name] = _row(where, w, None, None, "no calibration data; unchanged")

@@ -83,11 +83,11 @@ class Reconstruct(Learner):
     ) -> Iterator[bool]:
         """For each block with trainable weights: whether training helped."""
         exact, hidden = ActivationCache(None, "float"), ActivationCache(None, "quantized")
-        theirs = [teacher.get_submodule(name) for name, _ in segment.blocks]
+        float_blocks = [teacher.get_submodule(name) for name, _ in segment.blocks]
         rest = capture_block_inputs(model, batches, [block for _, block in segment.blocks], hidden)
-        exact_rest = capture_block_inputs(teacher, batches, theirs, exact)
+        exact_rest = capture_block_inputs(teacher, batches, float_blocks, exact)
         owners = Counter(id(p) for _, block in segment.blocks for p in block.parameters())
-        for b, ((_, block), float_block) in enumerate(zip(segment.blocks, theirs, strict=True)):
+        for b, ((_, block), float_block) in enumerate(zip(segment.blocks, float_blocks, strict=True)):
             advance_block(exact, len(batches), b, float_block, exact_rest)
             trainables = [
                 trainable
@@ -96,7 +96,7 @@ class Reconstruct(Learner):
             ]
             if any(isinstance(trainable, TrainableWeight) for trainable in trainables):
                 yield self._block(block, b, trainables, batches, rest, hidden, exact)
-            if b + 1 < len(theirs):
+            if b + 1 < len(float_blocks):
                 advance_block(hidden, len(batches), b, block, rest)
 
     def _block(

@@ -228,11 +228,11 @@ def check_writable(target: QT) -> None:
 
 def copy_parts_(target: QT, source: QT) -> None:
     """Copy parts bit for bit; both have the same spec and layout. A ``perm`` that source lacks is left unchanged."""
-    for mine, theirs in zip(target.parts, source.parts, strict=True):
-        if isinstance(mine, QT):
-            copy_parts_(mine, theirs)
-        elif mine is not None and theirs is not None:
-            mine.copy_(theirs)
+    for part, other in zip(target.parts, source.parts, strict=True):
+        if isinstance(part, QT):
+            copy_parts_(part, other)
+        elif part is not None and other is not None:
+            part.copy_(other)
 
 
 @implements(aten.copy_.default)

@@ -71,14 +71,14 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
     """
     w, size, stride = args[:3]
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
-    mine = list(zip(w.shape, w.stride(), strict=True))
+    axes = list(zip(w.shape, w.stride(), strict=True))
     wanted = list(zip(size, stride, strict=True))
-    if offset or sorted(mine) != sorted(wanted) or (len(set(mine)) < len(mine) and mine != wanted) or w.readonly:
+    if offset or sorted(axes) != sorted(wanted) or (len(set(axes)) < len(axes) and axes != wanted) or w.readonly:
         raise ArgumentError(
             f"as_strided({tuple(size)}, {tuple(stride)}, {offset}) of a quantized tensor {tuple(w.shape)} ({w.spec}): "
             "it has no strided storage; use slices and transposes, and clone() a part that a compiled function returns"
         )
-    return _view(func, args, kwargs, _permuted(w, [mine.index(pair) for pair in wanted]))
+    return _view(func, args, kwargs, _permuted(w, [axes.index(pair) for pair in wanted]))
 
 
 # -- number of axes --------------------------------------------------------------------------------------------------

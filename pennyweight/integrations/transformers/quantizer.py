@@ -45,7 +45,7 @@ class PennyweightQuantizer(HfQuantizer):
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.rows: dict[str, PlanRow] = {}  # quantizing on load: by every name of a parameter
-        self.told: dict[str, Row] = {}  # report rows, by first name
+        self.report_rows: dict[str, Row] = {}  # report rows, by first name
         self.held: dict[str, Meta] = {}  # files of ours: the quantized tensors
         self.owner: dict[str, str] = {}  # stored part -> its tensor
         self.dtypes: dict[str, torch.dtype] = {}  # of all stored tensors
@@ -100,7 +100,7 @@ class PennyweightQuantizer(HfQuantizer):
             if row.active:
                 row.tensor = None
                 self.rows |= dict.fromkeys((p.name for p in row.places), row)
-                self.told[row.name] = out
+                self.report_rows[row.name] = out
         for name in self.rows:  # transformers would cast them to float without scales
             if self.dtypes.get(name, torch.float32) not in DTYPES.values():
                 raise ValueError(
@@ -142,7 +142,7 @@ class PennyweightQuantizer(HfQuantizer):
         finally:
             row.tensor = None
         solved.weight.readers = row.ops
-        out = self.told[row.name]
+        out = self.report_rows[row.name]
         out.sqnr, out.bytes_after = solved.sqnr, solved.weight.nbytes
         return nn.Parameter(solved.weight, requires_grad=False)
 
@@ -204,7 +204,7 @@ class PennyweightQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         # Conversions of names and tensors on load are not undone on saving: they do not support stored parts
         model._weight_conversions = []
-        self.rows, self.told, self.owner, self._model = {}, {}, {}, None
+        self.rows, self.report_rows, self.owner, self._model = {}, {}, {}, None
         return model
 
     def is_serializable(self) -> bool:

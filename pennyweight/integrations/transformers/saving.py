@@ -39,14 +39,14 @@ def settle_(model: Any, quantized: bool, config: Any = None) -> None:
     config: the config used for quantizing, for config.json. Another library's quantizer is kept, and so is one of ours
     that loaded the model.
     """
-    held = getattr(model, "hf_quantizer", None)
-    if quantized and held is None:
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantized and quantizer is None:
         model.hf_quantizer = InPlaceQuantizer(PennyweightConfig(config if isinstance(config, AOBaseConfig) else None))
-    elif quantized and isinstance(held, InPlaceQuantizer) and held.quantization_config.config != config:
-        save_as = held.quantization_config.save_as
-        held.quantization_config = PennyweightConfig(save_as=save_as)  # quantized with several configs
-    elif not quantized and isinstance(held, PennyweightQuantizer):
-        held.remove_quantization_config(model)
+    elif quantized and isinstance(quantizer, InPlaceQuantizer) and quantizer.quantization_config.config != config:
+        save_as = quantizer.quantization_config.save_as
+        quantizer.quantization_config = PennyweightConfig(save_as=save_as)  # quantized with several configs
+    elif not quantized and isinstance(quantizer, PennyweightQuantizer):
+        quantizer.remove_quantization_config(model)
 
 
 class InPlaceQuantizer(PennyweightQuantizer):

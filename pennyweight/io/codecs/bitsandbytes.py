@@ -329,13 +329,13 @@ def _pack(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
             f"{prefix}weight_format": torch.zeros((), dtype=torch.uint8, device="cpu"),
         }
     size, kind = _blocksize(meta), _KINDS[spec.format]
-    theirs = torch.tensor(CODES[kind][1], dtype=torch.uint8, device="cpu")
-    codes = theirs[parts.codes[: shape[0], : shape[1]].to(torch.int32)].flatten()
+    order = torch.tensor(CODES[kind][1], dtype=torch.uint8, device="cpu")
+    codes = order[parts.codes[: shape[0], : shape[1]].to(torch.int32)].flatten()
     if len(codes) % 2:  # the last byte is padded with the code of zero
         codes = torch.cat([codes, codes.new_tensor([7 if kind == "nf4" else 0])])
     out = {
         name: (codes[0::2] << 4 | codes[1::2]).unsqueeze(1),
-        f"{name}.quant_map": torch.tensor(spec.format.values, dtype=torch.float32, device="cpu")[theirs.argsort()],
+        f"{name}.quant_map": torch.tensor(spec.format.values, dtype=torch.float32, device="cpu")[order.argsort()],
     }
     offset = None
     if isinstance(spec.scale, QuantSpec) and _keeps_nested(meta):

@@ -249,12 +249,12 @@ def _order(layer: Layer, g_idx: Tensor) -> Tensor | None:
     if least < 0 or most >= layer.groups:
         raise ValueError(f"g_idx ranges from {least} to {most}, but there are {layer.groups} groups")
     sizes = torch.bincount(g_idx, minlength=layer.groups)
-    due = torch.full_like(sizes, layer.group)
-    due[-1] = layer.inputs - layer.group * (layer.groups - 1)
-    if not torch.equal(sizes, due):
-        bad = int((sizes != due).nonzero()[0])
+    expected = torch.full_like(sizes, layer.group)
+    expected[-1] = layer.inputs - layer.group * (layer.groups - 1)
+    if not torch.equal(sizes, expected):
+        bad = int((sizes != expected).nonzero()[0])
         raise ValueError(
-            f"g_idx puts {int(sizes[bad])} channels into group {bad}, expected {int(due[bad])}: groups of unequal "
+            f"g_idx puts {int(sizes[bad])} channels into group {bad}, expected {int(expected[bad])}: groups of unequal "
             "size are not supported; dequantize it with the program that wrote it"
         )
     perm = g_idx.argsort(stable=True)

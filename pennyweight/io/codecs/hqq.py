@@ -168,9 +168,9 @@ def _agrees(owner: str, prefix: str, settings: Mapping[str, Any], numbers: Mappi
     layer = settings if "weight_quant_params" in settings else base.setting(settings, tag, dict, {})
     params = base.setting(layer, "weight_quant_params", dict, {})
     for key in _NUMBERS:
-        told = params.get(key)
-        if isinstance(told, int) and told != numbers[key]:
-            raise KeyedError(owner, f"{prefix}.{key} is {numbers[key]}, but quantization_config says {told}")
+        stated = params.get(key)
+        if isinstance(stated, int) and stated != numbers[key]:
+            raise KeyedError(owner, f"{prefix}.{key} is {numbers[key]}, but quantization_config says {stated}")
 
 
 def _parts(

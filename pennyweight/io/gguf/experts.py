@@ -26,12 +26,12 @@ _HALVES = ("gate_proj", "up_proj")
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
-def stacked(held: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def stacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors with the experts of each projection as one tensor. Raises CheckpointError for experts that are
     missing or differ."""
     out: dict[str, StoredTensor] = {}
     single: dict[str, dict[int, tuple[str, StoredTensor]]] = {}
-    for name, tensor in held.items():
+    for name, tensor in stored.items():
         name_ = name.replace(".block_sparse_moe.", ".mlp.")
         before, found, after = name_.partition(".experts.")
         parts = after.split(".")
@@ -90,9 +90,9 @@ def _of_shape(kind: Meta | Entry, shape: tuple[int, ...]) -> Meta | Entry:
     return replace(kind, shape=shape) if isinstance(kind, Meta) else Entry(kind.dtype, shape)
 
 
-def _same_kind(held: StoredTensor) -> Meta | Entry:
+def _same_kind(stored: StoredTensor) -> Meta | Entry:
     """The kind without the place in a file."""
-    return _of_shape(held.kind, held.kind.shape)
+    return _of_shape(stored.kind, stored.kind.shape)
 
 
 def _joined(name: str, tensors: list[Tensor], kind: Meta | Entry, stack: bool) -> Tensor:
@@ -118,9 +118,9 @@ def _apply(each, join):  # type: ignore[no-untyped-def]
     return type(each[0])(*out)
 
 
-def _half(name: str, held: StoredTensor, i: int) -> StoredTensor:
+def _half(name: str, stored: StoredTensor, i: int) -> StoredTensor:
     """Rows [i n, (i + 1) n) of each expert of gate_up_proj."""
-    kind = held.kind
+    kind = stored.kind
     if len(kind.shape) != 3 or kind.shape[1] % 2:
         raise CheckpointError(None, name, f"has shape {[*kind.shape]}; expected [experts, 2 n, k]")
     if isinstance(kind, Meta) and kind.axes is not None:
@@ -130,25 +130,25 @@ def _half(name: str, held: StoredTensor, i: int) -> StoredTensor:
     def cut(x: Tensor) -> Tensor:
         return x[:, i * n : (i + 1) * n]
 
-    plain = held.rows
+    plain = stored.rows
     return replace(
-        held,
+        stored,
         kind=_of_shape(kind, (kind.shape[0], n, kind.shape[2])),
-        nbytes=held.nbytes // 2,
-        read=lambda: cut(held.read()),
+        nbytes=stored.nbytes // 2,
+        read=lambda: cut(stored.read()),
         rows=None if plain is None else lambda start, stop: cut(plain(start, stop)),
     )
 
 
-def in_memory(held: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def in_memory(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The inverse of :func:`stacked`, to the form in memory. Raises CheckpointError if gate and up differ in type."""
     out: dict[str, StoredTensor] = {}
-    for name, tensor in held.items():
+    for name, tensor in stored.items():
         before, found, after = name.partition(".experts.")
         if not found:
             out[name] = tensor
         elif after == "gate_proj.weight":
-            out[f"{before}.experts.gate_up_proj"] = _both(name, tensor, held.get(f"{before}.experts.up_proj.weight"))
+            out[f"{before}.experts.gate_up_proj"] = _both(name, tensor, stored.get(f"{before}.experts.up_proj.weight"))
         elif after == "down_proj.weight":
             out[f"{before}.experts.down_proj"] = tensor
         elif after != "up_proj.weight":

@@ -26,7 +26,7 @@ from ..config_files import folder_of, method_files
 from ..file import CheckpointError, checkpoint_errors
 from ..lazy_checkpoint import Opened, StoredTensor
 from ..output_formats import as_float, convert_or_requantize, row_chunks
-from ..resumable_write import Progress, Told, fingerprint
+from ..resumable_write import Callback, Progress, fingerprint
 from ..streaming import QuantizationNoise
 from .architectures import BY_MODEL_TYPE
 from .blocks import TYPES, BlockType
@@ -79,8 +79,8 @@ class Planned:
 
 
 def write_gguf(
-    source: Opened, dst: str, wanted: str | None, pattern_file: Any, resume: bool, dry_run: bool, told: Told | None,
-    imatrix: Any = None,
+    source: Opened, dst: str, wanted: str | None, pattern_file: Any, resume: bool, dry_run: bool,
+    advance: Callback | None, imatrix: Any = None,
 ) -> Report:  # fmt: skip
     """See :func:`pennyweight.convert`. Raises CheckpointError, ValueError for an unknown type, OSError."""
     kind = None if wanted is None else wanted_type(wanted)
@@ -104,7 +104,7 @@ def write_gguf(
         )
         for name, p in planned.items()
     ]  # fmt: skip
-    rows += [Row(hf, "Tensor", held.kind.shape, "", "", held.nbytes, 0, note=note) for hf, held, note in left_out]
+    rows += [Row(hf, "Tensor", stored.kind.shape, "", "", stored.nbytes, 0, note=note) for hf, stored, note in left_out]
     report = Report("; ".join((f"{source.format} to gguf", *said)), rows, "converted")
     if dry_run:
         return report
@@ -115,7 +115,7 @@ def write_gguf(
         labels.append(hashlib.sha256(b"".join(_moment_bytes(weights))).hexdigest())
     files = (*source.files, *method_files(folder_of(source.path)))
     progress = Progress(folder, fingerprint(files, labels, [], lambda shard: {}), f"{name}{PROGRESS_ENDING}")
-    sqnr_of = _write(dst, metadata, infos, planned, extra, progress, size, resume, told)
+    sqnr_of = _write(dst, metadata, infos, planned, extra, progress, size, resume, advance)
     for row in rows:
         if row.name in sqnr_of:
             row.sqnr = sqnr_of[row.name]
@@ -160,14 +160,18 @@ def _plan(
     }
     types: Mapping[str, str] = {}
     if isinstance(wanted, Mix):
-        shapes = {name: held.kind.shape for name, (_, held) in all_held.items() if _is_matrix(name, held)}
+        shapes = {
+            name: source_tensor.kind.shape
+            for name, (_, source_tensor) in all_held.items()
+            if _is_matrix(name, source_tensor)
+        }
         types = mix_types(wanted, shapes, _architecture(source), source.config, imatrix is not None)
-    for name, (hf, held) in all_held.items():
+    for name, (hf, source_tensor) in all_held.items():
         type_ = TYPES[types.get(name, wanted.base)] if isinstance(wanted, Mix) else wanted
-        one = planned[name] = planned_as(name, hf, held, type_)
+        one = planned[name] = planned_as(name, hf, source_tensor, type_)
         if imatrix is not None and one.how in ("quantized", "requantized"):
-            one = planned[name] = replace(one, importance=imatrix.importance(name, held.kind.shape))
-        if held.meta is not None and held.meta.act is not None:
+            one = planned[name] = replace(one, importance=imatrix.importance(name, source_tensor.kind.shape))
+        if source_tensor.meta is not None and source_tensor.meta.act is not None:
             planned[name] = replace(one, note=one.note + _NO_ACT)
     return planned, [(hf, stored[hf], m.note) for hf, m in mapped.items() if m.name is None]
 
@@ -178,47 +182,47 @@ def _architecture(source: Opened) -> str:
     return "" if arch is None else arch.gguf
 
 
-def _is_matrix(name: str, held: StoredTensor) -> bool:
+def _is_matrix(name: str, stored: StoredTensor) -> bool:
     """Whether a tensor takes the requested type: a float or quantized matrix that llama.cpp can read quantized."""
-    numbers = held.meta is not None or held.kind.dtype in _FLOATS
-    return numbers and len(held.kind.shape) >= 2 and not name.endswith(_FLOAT32)
+    numbers = stored.meta is not None or stored.kind.dtype in _FLOATS
+    return numbers and len(stored.kind.shape) >= 2 and not name.endswith(_FLOAT32)
 
 
-def planned_as(name: str, hf: str, held: StoredTensor, wanted: BlockType | None) -> Planned:
+def planned_as(name: str, hf: str, stored: StoredTensor, wanted: BlockType | None) -> Planned:
     """The type of one tensor: the requested type, or one that stores it exactly, if its rows and use allow it.
 
     name, hf: name in the file and in the source. Raises CheckpointError, or ValueError for a dtype without a type.
     """
-    kind = held.kind
+    kind = stored.kind
     n = kind.shape[-1] if kind.shape else 1
-    meta = held.meta
+    meta = stored.meta
     if meta is not None and meta.axes is not None:
         raise CheckpointError(None, hf, "is stored transposed, which GGUF does not support; convert to='float' first")
-    if (meta is not None or kind.dtype in _FLOATS) and not _is_matrix(name, held):
-        return Planned(hf, held, TYPES["F32"], "float" if meta else "copied", f"{held.shown}, as F32")
+    if (meta is not None or kind.dtype in _FLOATS) and not _is_matrix(name, stored):
+        return Planned(hf, stored, TYPES["F32"], "float" if meta else "copied", f"{stored.shown}, as F32")
     if meta is None:
         if wanted is None or wanted.plain or kind.dtype not in _FLOATS:
             type_ = _float_type(kind, wanted)
             same_ = "it is" if type_.spec is kind.dtype else type_.name
-            return Planned(hf, held, type_, "copied", f"{held.shown}, as {same_}")
+            return Planned(hf, stored, type_, "copied", f"{stored.shown}, as {same_}")
         type_, why = _divides(wanted, n)
-        return Planned(hf, held, type_, "quantized", why.removeprefix("; "))
+        return Planned(hf, stored, type_, "quantized", why.removeprefix("; "))
     same = [t for t in TYPES.values() if t.pack is not None and t.spec == meta.spec and not meta.perm]
     if same and (wanted is None or wanted in same):
         first = next((TYPES[t] for t in _IN_ORDER if TYPES[t] in same), same[0])
-        return Planned(hf, held, wanted or first, "exact", "exact")
+        return Planned(hf, stored, wanted or first, "exact", "exact")
     if wanted is None:
         for ask in ("exact", "rounded") if not meta.perm else ():
             for type_ in (TYPES[t] for t in _IN_ORDER):
                 if n % type_.elements == 0 and conversion_kind(meta.spec, meta.shape, type_.spec) == ask:
                     note = "exact" if ask == "exact" else f"the codes of {meta.spec}, scales rounded"
-                    return Planned(hf, held, type_, "requantized", note)
+                    return Planned(hf, stored, type_, "requantized", note)
         type_, why = _divides(TYPES["Q8_0"], n)
-        return Planned(hf, held, type_, "requantized", f"requantized: no type stores {meta.spec} exactly{why}")
+        return Planned(hf, stored, type_, "requantized", f"requantized: no type stores {meta.spec} exactly{why}")
     if wanted.plain:
-        return Planned(hf, held, wanted, "float", f"dequantized from {held.shown}")
+        return Planned(hf, stored, wanted, "float", f"dequantized from {stored.shown}")
     type_, why = _divides(wanted, n)
-    return Planned(hf, held, type_, "requantized", f"requantized from {held.shown}{why}")
+    return Planned(hf, stored, type_, "requantized", f"requantized from {stored.shown}{why}")
 
 
 def _divides(wanted: BlockType, n: int) -> tuple[BlockType, str]:
@@ -289,7 +293,7 @@ def _kind(kind: str) -> str:
 
 def _write(
     dst: str, metadata: Mapping[str, Value], infos: Any, planned: Mapping[str, Planned], extra: Mapping[str, Tensor],
-    progress: Progress, size: int, resume: bool, told: Told | None,
+    progress: Progress, size: int, resume: bool, advance: Callback | None,
 ) -> dict[str, float]:  # fmt: skip
     temp = f"{dst}.partial"
     remove_left_over(*os.path.split(progress.path))
@@ -324,8 +328,8 @@ def _write(
                     progress.done |= fresh
                     progress.write()
                     fresh, unsynced = {}, 0
-            if told is not None:
-                told(done + 1, len(planned), p.hf)
+            if advance is not None:
+                advance(done + 1, len(planned), p.hf)
         writer.finish(dst)
         progress.done |= fresh
         os.unlink(progress.path)
@@ -357,16 +361,16 @@ class _WriteBehind:
                 left.result()
 
 
-def _pieces(held: StoredTensor) -> Iterator[tuple[int, Tensor]]:
+def _pieces(stored: StoredTensor) -> Iterator[tuple[int, Tensor]]:
     """(first row, rows) of a tensor. Small pieces: their memory is used again, while that of large ones is returned to
     the system, and mapping it again costs more than all else."""
-    if held.meta is not None or held.rows is None:
-        yield from row_chunks(held, True)
+    if stored.meta is not None or stored.rows is None:
+        yield from row_chunks(stored, True)
         return
-    shape = held.kind.shape
+    shape = stored.kind.shape
     step = max(1, _PIECE // max(1, math.prod(shape[1:])))
     for start in range(0, shape[0], step):
-        yield start, held.rows(start, min(start + step, shape[0]))
+        yield start, stored.rows(start, min(start + step, shape[0]))
 
 
 def _encoded(p: Planned, noise: QuantizationNoise) -> Iterator[tuple[int, Tensor]]:

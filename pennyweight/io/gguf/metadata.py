@@ -185,9 +185,9 @@ class Cursor:
             raise ValueError(f"ends early: {count} bytes are needed at {self.offset}, but {self.left} are left")
         if self.offset + count > MAX_HEADER_BYTES:
             raise ValueError(f"header of more than {MAX_HEADER_BYTES} bytes")
-        self._start, held = self.offset, self._buffer[self._at :]
-        more = min(max(self.PIECE, count), self._size - self._start) - len(held)
-        self._buffer, self._at = held + self._fill(self._start + len(held), more), 0
+        self._start, rest = self.offset, self._buffer[self._at :]
+        more = min(max(self.PIECE, count), self._size - self._start) - len(rest)
+        self._buffer, self._at = rest + self._fill(self._start + len(rest), more), 0
 
     def take(self, count: int) -> bytes:
         self._need(count)

@@ -39,20 +39,20 @@ def open_gguf(path: str, first: str, mmap: bool = True) -> Opened:
     try:
         files.append(File(os.path.realpath(first), mmap))
         files += _others(files[0])
-        held: dict[str, StoredTensor] = {}
+        stored: dict[str, StoredTensor] = {}
         for file in files:
             for name in file.entries:
-                if name in held:
+                if name in stored:
                     raise CheckpointError(file.path, name, "is also in another part of the model")
-                held[name] = _held(file, name)
+                stored[name] = _held(file, name)
         count = _split(files[0], "split.tensors.count")
-        if len(files) > 1 and count not in (None, len(held)):
-            raise CheckpointError(files[0].path, None, f"declares {count} tensors in all parts, found {len(held)}")
+        if len(files) > 1 and count not in (None, len(stored)):
+            raise CheckpointError(files[0].path, None, f"declares {count} tensors in all parts, found {len(stored)}")
     except BaseException:
         close()
         raise
     metadata = {key: value for key, value in files[0].metadata.items() if not key.startswith("split.")}
-    return Opened(path, "gguf", held, tuple(file.path for file in files), close, {}, metadata)
+    return Opened(path, "gguf", stored, tuple(file.path for file in files), close, {}, metadata)
 
 
 def _others(first: File) -> list[File]:
@@ -135,7 +135,7 @@ def under_hf_names(source: Opened, pattern_file: Any = None) -> Opened:
     patterns = None if pattern_file is None else read_patterns(pattern_file)
     with checkpoint_errors(source.path):
         mapped = to_hf(source.held, arch, kv, patterns)
-        held = {
+        stored = {
             m.name: moved(source.held[name], m.transform, m.name, to_gguf=False)
             for name, m in mapped.items()
             if m.name is not None
@@ -145,8 +145,8 @@ def under_hf_names(source: Opened, pattern_file: Any = None) -> Opened:
             tensors = {name: source[name] for name in ROPE_TENSORS if name in source}
             config = config_from_kv(kv, set(source.held), tensors)
         if config is not None and experts_of(config):
-            held = in_memory(held)
-    return replace(source, held=held, config=config)
+            stored = in_memory(stored)
+    return replace(source, held=stored, config=config)
 
 
 def values(source: Opened) -> dict[str, Any]:
@@ -155,30 +155,32 @@ def values(source: Opened) -> dict[str, Any]:
     return {key: v if isinstance(v, (int, float, str, list)) else v.tolist() for key, v in plain.items()}
 
 
-def moved(held: StoredTensor, transform: Transform, name: str, to_gguf: bool) -> StoredTensor:
+def moved(stored: StoredTensor, transform: Transform, name: str, to_gguf: bool) -> StoredTensor:
     """A tensor with its rows in the order of the other side. Raises ValueError if the transform does not apply."""
     if transform.name == "same":
-        return held
+        return stored
 
     def change(x: Tensor) -> Tensor:
         with checkpoint_errors(None, name):
             return transform.apply(x, name, to_gguf)
 
     if not transform.moves_rows_only:
-        if held.meta is not None:
+        if stored.meta is not None:
             raise ValueError(f"{name}: is stored as weight + 1 and quantized, so 1 cannot be subtracted from its codes")
-        return replace(held, kind=Plain(torch.float32, held.kind.shape), read=lambda: change(held.read()), rows=None)
-    order = transform.row_order(held.kind.shape[0], to_gguf, name)
-    plain_rows = held.rows
+        return replace(
+            stored, kind=Plain(torch.float32, stored.kind.shape), read=lambda: change(stored.read()), rows=None
+        )
+    order = transform.row_order(stored.kind.shape[0], to_gguf, name)
+    plain_rows = stored.rows
     if order is None or plain_rows is None:
-        return replace(held, read=lambda: change(held.read()), rows=None)
+        return replace(stored, read=lambda: change(stored.read()), rows=None)
 
     def rows(start: int, stop: int) -> Tensor:
         wanted = order[start:stop]
         first, last = int(wanted.min()), int(wanted.max())
         return plain_rows(first, last + 1).index_select(0, wanted - first)
 
-    return replace(held, read=lambda: change(held.read()), rows=rows)
+    return replace(stored, read=lambda: change(stored.read()), rows=rows)
 
 
 def write_side_files(

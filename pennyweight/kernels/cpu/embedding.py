@@ -103,8 +103,8 @@ def _gathered(w: Any, index: Tensor, spec: QuantSpec, shape: tuple[int, ...]) ->
         above: list[Any] = [part.scale, part.zero_point, part.offset]
         if kind.block is not None:
             above = [None if p is None else own(p) for p in above]
-        mine, size = Parts(own(part.codes), *above), (count, groups)
-        x = scale_value(mine, spec, size, torch.float32) if part is w.scale else dequantize(mine, kind, size)
+        picked, size = Parts(own(part.codes), *above), (count, groups)
+        x = scale_value(picked, spec, size, torch.float32) if part is w.scale else dequantize(picked, kind, size)
         return x if height == 1 else x.unsqueeze(-1).expand(-1, -1, TILE).contiguous()  # every row of a tile
 
     parts = Parts(

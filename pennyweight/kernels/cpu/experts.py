@@ -127,10 +127,10 @@ def _products(x: Tensor, w: AffineQuantizedTensor) -> Callable[[Tensor, int], Te
     operands: dict[int, Any] = w._bound.setdefault(("bmm", x.dtype), {})  # checked once per expert
 
     def product(rows: Tensor, e: int) -> Tensor:
-        held = operands.get(e)
-        if held is None:
-            held = operands[e] = bound.operand(expert(w, e))
-        y = bound.run(rows, held, None)
+        operand = operands.get(e)
+        if operand is None:
+            operand = operands[e] = bound.operand(expert(w, e))
+        y = bound.run(rows, operand, None)
         if y is None:
             raise ArgumentError(
                 f"bmm: rows {list(rows.shape)} {rows.dtype} do not fit experts {list(w.shape)} ({w.spec})"

@@ -141,10 +141,10 @@ def operands(what: str, expected: Sequence[Part], k: int) -> Callable[..., Opera
         codes, scale = parts[0], parts[1] if scaled else None
         more = None
         if static is not None or not only_scaled:
-            held: list[tuple[Tensor | None, int]] = [(None, 0)] * len(expected)
+            rows: list[tuple[Tensor | None, int]] = [(None, 0)] * len(expected)
             for i, _, _ in required:
-                held[i] = parts[i], parts[i].nbytes
-            more = tuple(held[2:])
+                rows[i] = parts[i], parts[i].nbytes
+            more = tuple(rows[2:])
         return Operand(codes, codes.nbytes, scale, 0 if scale is None else scale.nbytes, more, perm, static)
 
     return check

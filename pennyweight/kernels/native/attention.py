@@ -61,7 +61,7 @@ def attention(
         out = torch.empty((b, s, h, d), dtype=q.dtype, device=q.device).transpose(1, 2)
     elif out.shape != q.shape:
         raise ArgumentError(f"attention: the result has the shape of q {list(q.shape)}, got {list(out.shape)}")
-    held = () if past is None else cache_codes(past)
+    codes = () if past is None else cache_codes(past)
     length = newest if past is None else newest + past[0].shape[2]
     marks, mask_kind = None, NONE
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
@@ -75,12 +75,12 @@ def attention(
         q.data_ptr(), at, k.data_ptr(), v.data_ptr(), marks, (q0, q2, q1), out_strides, k.stride()[:3], v.stride()[:3],
         mask_strides, b, s, length, window, h, shared, d, FLOAT_KINDS[q.dtype], FLOAT_KINDS[out.dtype],
         FLOAT_KINDS[k.dtype], mask_kind, causal, d**-0.5 if scale is None else scale, softcap, length - newest,
-        *map(ctypes.addressof, held),
+        *map(ctypes.addressof, codes),
     )  # fmt: skip
     status = native_function("pw_attention")(ctypes.addressof(a), torch.get_num_threads())
     if status:
         check_status(status, f"attention: {_shapes(q, k, v)}")
-    del held  # the structures of the past live until here
+    del codes  # the structures of the past live until here
     return out
 
 
@@ -143,10 +143,10 @@ def cache_codes(past: tuple[Any, Any]) -> tuple[CacheCodes, ...]:
     for t, what in zip(past, _PAST, strict=True):
         parts = t._codes, t._scale, t._offset
         memory = [(p.data_ptr(), p.shape, p.stride()) for p in parts]
-        held = t._bound.get(_READ)
-        if held is None or held[0] != memory:
-            held = t._bound[_READ] = (memory, _codes(t, what))
-        found.append(held[1])
+        cached = t._bound.get(_READ)
+        if cached is None or cached[0] != memory:
+            cached = t._bound[_READ] = (memory, _codes(t, what))
+        found.append(cached[1])
     return tuple(found)
 
 

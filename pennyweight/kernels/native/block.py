@@ -48,9 +48,9 @@ class _Ready:
         s: Structures = structures(plan)
         self.block, self.buffers, self.address, self.zeros = s.block, s.buffers, s.address, s.zeros
         self.input, self.output = s.buffers[0], s.buffers[1]
-        held = [*s.parts, *s.numbers]
-        self.parameters = [p for p, _, _ in held]
-        self.fields = [(to, name) for _, to, name in held]
+        parts = [*s.parts, *s.numbers]
+        self.parameters = [p for p, _, _ in parts]
+        self.fields = [(to, name) for _, to, name in parts]
         self.sizes = list(map(_SIZE, self.parameters))
         self.numbers = [p for p, _, _ in s.numbers]
         self.kinds = [(p.dtype, True) for p in self.numbers]  # in memory of the CPU

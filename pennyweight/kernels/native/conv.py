@@ -71,7 +71,7 @@ def convolution(struct: Conv, dtype: torch.dtype) -> ConvolutionProduct:
 
     def run(
         x: Tensor, w: Operand, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
-        dilation: Sequence[int], groups: int, function: int = 0, held: Any = struct,
+        dilation: Sequence[int], groups: int, function: int = 0, owners: Any = struct,
     ) -> Tensor | None:  # fmt: skip
         if not in_memory(x) or not x.is_cpu or x.dtype is not dtype or x.ndim not in (3, 4):
             return None

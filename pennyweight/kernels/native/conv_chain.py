@@ -75,11 +75,11 @@ class _Weight:
         self.struct = structure(w)
         parts = conv_parts(self.struct)
         what = f"convolution {list(w.shape)}"
-        held = w.parts
-        optional_address(held.codes, f"{what}: codes", parts[0].kind, parts[0].least)
-        optional_address(held.scale, f"{what}: scale", parts[1].kind, parts[1].least)
+        weight_parts = w.parts
+        optional_address(weight_parts.codes, f"{what}: codes", parts[0].kind, parts[0].least)
+        optional_address(weight_parts.scale, f"{what}: scale", parts[1].kind, parts[1].least)
         o = int(w.shape[0])
-        self.codes, self.scale = held.codes, held.scale
+        self.codes, self.scale = weight_parts.codes, weight_parts.scale
         signed = w.spec.format.to_unsigned(w.codes).int() - 128
         sums = torch.zeros(count_tiles(o) * TILE, dtype=torch.int32, device="cpu")
         sums[:o] = signed.reshape(o, -1).sum(1)
@@ -143,14 +143,14 @@ class NativeChain:
         if [t.nbytes for t in self._parts] != self._bytes:
             raise ArgumentError("chain of convolutions: a part of a weight was resized")
         sizes = tuple(tuple(x.shape[1:]) for x, _ in given)
-        held: Any = self._ready.get(sizes)  # type: ignore[arg-type]
-        if held is None:
+        for_sizes: Any = self._ready.get(sizes)  # type: ignore[arg-type]
+        if for_sizes is None:
             first = self._structures(sizes)
             if len(self._ready) >= MOST_SIZES:
                 self._ready.clear()
-            held = self._ready[sizes] = [first]  # type: ignore[index]
+            for_sizes = self._ready[sizes] = [first]  # type: ignore[index]
         try:
-            ready = held.pop()
+            ready = for_sizes.pop()
         except IndexError:  # all are in use by other Python threads
             ready = self._structures(sizes)
         if [t.data_ptr() for t in self._parts] != ready.addresses:  # their memory was moved
@@ -167,7 +167,7 @@ class NativeChain:
             ready.chain.n, ready.chain.threads = n, torch.get_num_threads()
             status = self._call(ready.address) if n else 0
         finally:
-            held.append(ready)
+            for_sizes.append(ready)
         if status:
             check_status(status, f"chain of convolutions: inputs {[list(x.shape) for x, _ in given]}")
         return outputs

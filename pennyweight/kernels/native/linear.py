@@ -86,7 +86,7 @@ def product(struct: IntLinear | FloatLinear, dtype: torch.dtype, keep: Any = Non
     transforms, threads, empty = torch._C._are_functorch_transforms_active, torch.get_num_threads, torch.empty_strided
     empties, strided, cpu, plain, kinds, dual = torch.empty, torch.strided, CPU, PLAIN, FLOAT_KINDS, forward_ad
 
-    def run(x: Tensor, w: Operand, bias: Tensor | None, held: Any = (struct, keep)) -> Tensor | None:
+    def run(x: Tensor, w: Operand, bias: Tensor | None, owners: Any = (struct, keep)) -> Tensor | None:
         if (  # hot path, runs per layer and call: each line costs about 0.05 µs
             type(x) not in plain or not x.is_cpu or x.dtype is not dtype or x.is_neg() or x.layout is not strided
             or ((stack() or tracing() is not None or transforms() or dual._current_level >= 0) and is_observed(x, bias))
@@ -161,7 +161,7 @@ def products(weights: Any, dtype: torch.dtype) -> Callable[..., list[Tensor] | N
     sizes, where = [int(w.n) for w in weights], ctypes.addressof(weights)
 
     def run(
-        x: Tensor, operands: Sequence[Operand], biases: Sequence[Tensor | None], held: Any = weights
+        x: Tensor, operands: Sequence[Operand], biases: Sequence[Tensor | None], owners: Any = weights
     ) -> list[Tensor] | None:
         if len(operands) != count or len(biases) != count or not _readable(x, dtype) or x.shape[-1:] != (k,):
             return None

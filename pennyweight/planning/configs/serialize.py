@@ -108,10 +108,10 @@ def _to_data(value: Any, where: str) -> Any:
         raise ValueError(f"{where}: a {type(value).__name__} cannot be serialized")
     out: dict[str, Any] = {"type": type(value).__name__}
     for f in fields(value):  # type: ignore[arg-type]
-        held = getattr(value, f.name)
+        current = getattr(value, f.name)
         default: Any = f.default if f.default_factory is MISSING else f.default_factory()
-        if held != default and f.name not in _OLDER_NAMES:
-            out[f.name] = _to_data(held, f"{where}.{f.name}")
+        if current != default and f.name not in _OLDER_NAMES:
+            out[f.name] = _to_data(current, f"{where}.{f.name}")
     return out
 
 

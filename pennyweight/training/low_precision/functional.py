@@ -169,12 +169,12 @@ def _operands(a: Tensor, b: Tensor, gemm: Any, seed: int, salts: tuple[int, int]
 
 def _serves_twice(how: Recipe) -> bool:
     """Whether the output's product and the weight's gradient use the same codes of the input."""
-    mine, gemm = how.output.a, how.grad_weight
-    if not isinstance(mine, Operand) or not isinstance(mine.spec.scale, torch.dtype):
+    operand, gemm = how.output.a, how.grad_weight
+    if not isinstance(operand, Operand) or not isinstance(operand.spec.scale, torch.dtype):
         return False
     if isinstance(gemm.b, str):
         return not how.output.hadamard
-    alike = mine == gemm.b and mine.spec.block is None and not mine.chance
+    alike = operand == gemm.b and operand.spec.block is None and not operand.chance
     return alike and not (gemm.hadamard or how.output.hadamard)
 
 

@@ -87,8 +87,8 @@ def _backward(
     ]
     for e, rows in enumerate(_runs(ends, x.shape[0])):
         grad_x, grad_w, grad_bias = gradients(g[rows], x[rows], w[e].transpose(0, 1), _recipe(recipe), wanted, dtypes)
-        mine = ((rows, grad_x), (e, None if grad_w is None else grad_w.t()), (e, grad_bias))
-        for whole, (place, grad) in zip(wholes, (m for m in mine if m[1] is not None), strict=True):
+        grads = ((rows, grad_x), (e, None if grad_w is None else grad_w.t()), (e, grad_bias))
+        for whole, (place, grad) in zip(wholes, (m for m in grads if m[1] is not None), strict=True):
             whole[place] = grad
     return wholes
 

@@ -27,10 +27,10 @@ def parameter_groups(
     rates: dict[int, float] = {}
     for _, module in fake_modules(model):
         for param, fake in module.fake_quantized.items():
-            held = module.held(param)
-            unit = held["scale"].detach().float().abs().mean().item() if "scale" in held else 1.0
+            original = module.held(param)
+            unit = original["scale"].detach().float().abs().mean().item() if "scale" in original else 1.0
             for name in fake.learned:
-                rates[id(held[name])] = scale_lr / (unit or 1.0) if name in IN_CODES else scale_lr
+                rates[id(original[name])] = scale_lr / (unit or 1.0) if name in IN_CODES else scale_lr
     trained = [p for p in model.parameters() if p.requires_grad]
     own = [p for p in trained if id(p) not in rates]
     beside = [p for p in trained if id(p) in rates]

@@ -99,11 +99,11 @@ class Prepare(Pipeline):
             lost = int((~_same(fake, latent.detach(), tensors, parts)).sum())
             if lost:
                 notes.append(f"{lost} of {parts.codes.numel()} codes cannot be represented in {latent.dtype}")
-        held = {n: nn.Parameter(t.clone()) if n in learned else t.clone() for n, t in tensors.items()}
+        copies = {n: nn.Parameter(t.clone()) if n in learned else t.clone() for n, t in tensors.items()}
         for module, param in {(id(p.module), p.param): (p.module, p.param) for p in row.places}.values():
-            fake_(module, param, fake, held)
+            fake_(module, param, fake, copies)
         out.sqnr, out.error = start.sqnr, start.error
-        out.bytes_after = int(latent.nbytes) + sum(t.nbytes for t in held.values())
+        out.bytes_after = int(latent.nbytes) + sum(t.nbytes for t in copies.values())
         out.note = "; ".join(filter(None, (out.note, start.note, *notes)))
 
 

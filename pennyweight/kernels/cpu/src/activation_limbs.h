@@ -7,7 +7,7 @@
 //
 // Limbs are stored in the order in which the kernels read them: [k/4][R][4], row r = token * limbs + limb, the top limb
 // first. Two limbs may be stored as one 16-bit word: [k/4][2][T][2], columns 0 and 2 of four before 1 and 3.
-// Quantized inputs are bit-identical to core/qparams.py and core/numerics.py. In identifiers, `digits` are limbs.
+// Quantized inputs are bit-identical to core/qparams.py and core/numerics.py.
 #pragma once
 
 #include "abi.h"
@@ -15,7 +15,7 @@
 
 namespace {
 
-inline int digits_of(const IntLinear& w) { return w.act != FLOAT ? 1 : w.x == F32 ? 3 : 2; }
+inline int limbs_of(const IntLinear& w) { return w.act != FLOAT ? 1 : w.x == F32 ? 3 : 2; }
 
 // A float rounded to a kind.
 inline float round_to(int kind, float f) {
@@ -45,9 +45,9 @@ inline uint32_t absmax_bits(const float* x, int64_t n) {
     return top;
 }
 
-// Kernel input for a block of T tokens; R = T * digits rows.
+// Kernel input for a block of T tokens; R = T * limbs rows.
 struct Tokens {
-    int8_t* digits;   // [kp/4][R][4]
+    int8_t* limbs;   // [kp/4][R][4]
     int32_t* sums;    // [blocks][R] sums of limbs
     float* scale;     // [blocks][T] act FLOAT and act_group: scale of the block
     float* zero;      // [blocks][T] act_group: zero point of the block
@@ -56,9 +56,9 @@ struct Tokens {
     float token_zero[12];
 };
 
-inline void put(int8_t* digits, int R, int r, const int8_t* row, int64_t kp) {
-    if (R == 1) { memcpy(digits, row, (size_t)kp); return; }
-    for (int64_t q = 0; q < kp / 4; ++q) memcpy(digits + (q * R + r) * 4, row + 4 * q, 4);
+inline void put(int8_t* limbs, int R, int r, const int8_t* row, int64_t kp) {
+    if (R == 1) { memcpy(limbs, row, (size_t)kp); return; }
+    for (int64_t q = 0; q < kp / 4; ++q) memcpy(limbs + (q * R + r) * 4, row + 4 * q, 4);
 }
 
 // Scales and zero points of up to 16 groups of columns that are quantized dynamically.
@@ -200,7 +200,7 @@ inline int32_t true_columns(const IntLinear& w, int64_t b) {  // of a block, wit
 // A row, float32 [kp] with zeros beyond k, as token t of T. Scratch: bytes, [3 * kp].
 inline void take_wide_row(const IntLinear& w, const LinearArgs& a, const float* wide, Tokens& tok, int T, int t, bool words,
                           int8_t* bytes) {
-    const int D = words ? 1 : digits_of(w), R = T * D;
+    const int D = words ? 1 : limbs_of(w), R = T * D;
     int8_t* row[3] = {bytes, bytes + w.kp, bytes + 2 * w.kp};
     tok.token_scale[t] = 1;
     tok.token_zero[t] = 0;
@@ -257,8 +257,8 @@ inline void take_wide_row(const IntLinear& w, const LinearArgs& a, const float* 
                                                  : 65536.0f * (float)sums[0] + (float)(sums[1] * 256 + sums[2]));
         }
     }
-    if (words) put_words(tok.digits, T, t, (const int16_t*)bytes, w.kp);
-    else for (int d = 0; d < D; ++d) put(tok.digits, R, t * D + d, row[d], w.kp);
+    if (words) put_words(tok.limbs, T, t, (const int16_t*)bytes, w.kp);
+    else for (int d = 0; d < D; ++d) put(tok.limbs, R, t * D + d, row[d], w.kp);
 }
 
 // Row m of x as token t of T. Scratch: wide, float [kp]; bytes, [3 * kp].

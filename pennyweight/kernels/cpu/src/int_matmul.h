@@ -70,7 +70,7 @@ constexpr int64_t INPUT_BYTES = 512 << 10;
 struct Work {
     const IntLinear& w;          // the first; the others differ only in their rows
     bool words;
-    int digits, most;            // limbs per token; maximum tokens per block
+    int limbs, most;            // limbs per token; maximum tokens per block
     int64_t token_blocks;        // the first `larger` have `size` tokens, then one may have `few`, the others `smaller`
     int64_t larger;
     int size, few, smaller;      // few: 0 if there is no such block
@@ -82,15 +82,15 @@ struct Work {
         return larger * size + (few ? few + (mb - larger - 1) * smaller : (mb - larger) * smaller);
     }
     int tokens_in(int64_t mb) const { return mb < larger ? size : mb == larger && few ? few : smaller; }
-    int rows(int tokens) const { return words ? tokens : tokens * digits; }
+    int rows(int tokens) const { return words ? tokens : tokens * limbs; }
     int64_t row_bytes(int tokens) const { return rows(tokens) * (words ? 2 : 1); }  // of limbs, per column
 };
 
 Work plan(const IntLinear& w, int64_t m) {
-    const int digits = digits_of(w);
+    const int limbs = limbs_of(w);
     // Words halve the number of sums to combine after each block, but need decoding to 16 bits, which many rows share.
-    const bool words = digits == 2 && every_count(w.bits) && m > TOKENS[1];
-    Work k{w, words, digits, TOKENS[words ? 3 : digits - 1], 0, 0, 0, 0, 0, (w.kp + w.block - 1) / w.block, 0, nullptr};
+    const bool words = limbs == 2 && every_count(w.bits) && m > TOKENS[1];
+    Work k{w, words, limbs, TOKENS[words ? 3 : limbs - 1], 0, 0, 0, 0, 0, (w.kp + w.block - 1) / w.block, 0, nullptr};
     if (every_count(w.bits)) {
         k.token_blocks = (m + k.most - 1) / k.most;
         k.smaller = (int)(m / k.token_blocks);
@@ -101,7 +101,7 @@ Work plan(const IntLinear& w, int64_t m) {
         k.smaller = 1;
         k.larger = m / k.most;
         const int64_t rest = m % k.most;
-        if (rest >= FEW[digits - 1]) k.few = FEW[digits - 1];
+        if (rest >= FEW[limbs - 1]) k.few = FEW[limbs - 1];
         k.token_blocks = k.larger + (k.few ? 1 + rest - k.few : rest);
     }
     k.chunk = k.token_blocks > 1 || w.outer ? std::max<int64_t>(1, CHUNK / w.block) : k.blocks;
@@ -157,20 +157,20 @@ inline const int8_t* fill_ones(const IntLinear& w, char* room) {
 
 // Memory of the prepared inputs of a call: a table of token blocks, and their buffers. Per thread: scratch for one row.
 struct InputRoom {
-    int64_t digits, sums, numbers, table, per_block, bytes, wide, row;
+    int64_t limbs, sums, numbers, table, per_block, bytes, wide, row;
 
     explicit InputRoom(const Work& k) {
-        digits = whole_lines(k.w.kp * k.row_bytes(k.most)), sums = whole_lines(k.blocks * k.rows(k.most) * 4);
+        limbs = whole_lines(k.w.kp * k.row_bytes(k.most)), sums = whole_lines(k.blocks * k.rows(k.most) * 4);
         numbers = whole_lines(k.blocks * k.most * 4), table = whole_lines((int64_t)sizeof(Tokens) * k.token_blocks);
-        per_block = digits + sums + 3 * numbers, bytes = table + per_block * k.token_blocks;
+        per_block = limbs + sums + 3 * numbers, bytes = table + per_block * k.token_blocks;
         wide = whole_lines(k.w.kp * 4), row = wide + whole_lines(k.w.kp * 3);
     }
     // Block mb, with its buffers, which are empty.
     Tokens& begin(char* base, int64_t mb) const {
         Tokens& tok = ((Tokens*)base)[mb];
         char* p = base + table + per_block * mb;
-        tok.digits = (int8_t*)p;
-        tok.sums = (int32_t*)(p += digits);
+        tok.limbs = (int8_t*)p;
+        tok.sums = (int32_t*)(p += limbs);
         tok.scale = (float*)(p += sums);
         tok.value = (float*)(p += numbers);
         tok.zero = (float*)(p += numbers);
@@ -225,13 +225,13 @@ int run_tiles(const Work& k, const IntLinear& w, const LinearArgs& a, const Toke
         for (int64_t mb = mb0, last = -1; mb < mb1; ++mb) {
             const Tokens& tok = tokens[mb];
             const int t = k.tokens_in(mb), r = k.rows(t);
-            const Rows rows{tok.digits + b0 * w.block * k.row_bytes(t), tok.sums + b0 * r,
+            const Rows rows{tok.limbs + b0 * w.block * k.row_bytes(t), tok.sums + b0 * r,
                             w.act == FLOAT || w.act_group ? tok.scale + b0 * t : nullptr, tok.value + b0 * t,
                             w.act_group ? tok.zero + b0 * t : tok.token_zero};
             float* const here[2] = {c + (once ? 0 : mb - mb0) * k.most * 16, c + sums + (once ? 0 : mb - mb0) * k.most * 16};
             if (t != last || k.ones) {
                 if (count == 2) pair = w.bits == 8 ? pick_pair<8>(t) : pick_pair<4>(t);
-                else micro = pick(w.bits, k.words ? 0 : k.digits, k.ones && mb == mb0, t);
+                else micro = pick(w.bits, k.words ? 0 : k.limbs, k.ones && mb == mb0, t);
                 last = t;
             }
             if (count == 2) pair(p, rows, here, b0 == 0);

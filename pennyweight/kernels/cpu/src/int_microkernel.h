@@ -77,7 +77,7 @@ struct Tile {                 // 16 rows of the weight, from one block of column
 };
 
 struct Rows {                 // a block of tokens, from the same column on
-    const int8_t* digits;
+    const int8_t* limbs;
     const int32_t* sums;
     const float* scale;  // [blocks][T]; null: no scale inside the sum
     const float* value;
@@ -95,7 +95,7 @@ template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows
     constexpr int WORD_STEP = BITS == 8 ? (R < 8 ? 4 : 2) : R < 8 ? 2 : 1;
     F sum[T];
     PW_UNROLL for (int t = 0; t < T; ++t) sum[t] = fresh ? fset(0) : fload(c + 16 * t);
-    const int8_t* xs = x.digits;
+    const int8_t* xs = x.limbs;
     const int8_t* ones = w.ones;
     const uint8_t* codes = w.codes;
     const int bits = BITS ? BITS : w.bits;
@@ -169,11 +169,11 @@ template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows
         if (w.per_scale) weight_scale = part16(w.scale, group);
         if (w.offset.kind) weight_offset = part16(w.offset, group);
         const auto sum_of = [&](int t, const float* zero) {  // of a token in this block
-            constexpr int DIGITS = D ? D : 1;
-            I part[DIGITS];
-            PW_UNROLL for (int d = 0; d < DIGITS; ++d) {
-                part[d] = acc[0][t * DIGITS + d];
-                PW_UNROLL for (int h = 1; h < CHAINS; ++h) part[d] = iadd(part[d], acc[h][t * DIGITS + d]);
+            constexpr int LIMBS = D ? D : 1;
+            I part[LIMBS];
+            PW_UNROLL for (int d = 0; d < LIMBS; ++d) {
+                part[d] = acc[0][t * LIMBS + d];
+                PW_UNROLL for (int h = 1; h < CHAINS; ++h) part[d] = iadd(part[d], acc[h][t * LIMBS + d]);
             }
             F f;
             if constexpr (D <= 1) f = cvt(part[0]);
@@ -206,7 +206,7 @@ template <int BITS, int T> void micro_pair(const Tile* w, const Rows& x, float* 
     F sum[2][T];
     PW_UNROLL for (int n = 0; n < 2; ++n)
         PW_UNROLL for (int t = 0; t < T; ++t) sum[n][t] = fresh ? fset(0) : fload(c[n] + 16 * t);
-    const int8_t* xs = x.digits;
+    const int8_t* xs = x.limbs;
     const uint8_t *one = w[0].codes, *two = w[1].codes;
     for (int64_t b = 0; b < w->blocks; ++b) {
         I acc[2][T];
@@ -275,16 +275,16 @@ template <int BITS, int D, bool SUM = false> Micro pick_count(int tokens) {
     else if (tokens == 1) return &micro<BITS, 1, D, SUM>;
     else return tokens == MOST ? &micro<BITS, MOST, D, SUM> : &micro<BITS, FEWER, D, SUM>;
 }
-template <int BITS = 1> Micro pick(int bits, int digits, bool sum, int tokens) {
+template <int BITS = 1> Micro pick(int bits, int limbs, bool sum, int tokens) {
     if constexpr (BITS > 8) {
         return nullptr;
     } else {
-        if (bits != BITS) return pick<BITS + 1>(bits, digits, sum, tokens);
+        if (bits != BITS) return pick<BITS + 1>(bits, limbs, sum, tokens);
         if constexpr (every_count(BITS))
-            if (digits == 0) return pick_tokens<BITS, 0, false, LEAST_WORDS>(tokens);
+            if (limbs == 0) return pick_tokens<BITS, 0, false, LEAST_WORDS>(tokens);
         return sum           ? pick_count<BITS, 1, true>(tokens)
-               : digits == 1 ? pick_count<BITS, 1>(tokens)
-               : digits == 2 ? pick_count<BITS, 2>(tokens)
+               : limbs == 1 ? pick_count<BITS, 1>(tokens)
+               : limbs == 2 ? pick_count<BITS, 2>(tokens)
                              : pick_count<BITS, 3>(tokens);
     }
 }
