@@ -19,7 +19,6 @@ from pennyweight_torchao.quantization.linear_quant_modules import (
     replace_linear_int4,
 )
 from pennyweight_torchao.quantization.prototype.qat import ComposableQATQuantizer as deep
-from pennyweight_torchao.quantization.prototype.qat import _module_swap_api
 from pennyweight_torchao.quantization.qat import (
     ComposableQATQuantizer,
     FakeQuantizedEmbedding,
@@ -34,10 +33,6 @@ from pennyweight_torchao.quantization.qat import (
     IntxFakeQuantizeConfig,
     IntxFakeQuantizer,
     QATConfig,
-)
-from pennyweight_torchao.quantization.qat.affine_fake_quantized_tensor import (
-    AffineFakeQuantizedTensor,
-    to_affine_fake_quantized,
 )
 from pennyweight_torchao.quantization.qat.embedding import Int4WeightOnlyEmbedding, Int4WeightOnlyQATEmbedding
 from pennyweight_torchao.quantization.qat.fake_quantize_config import Int4WeightFakeQuantizeConfig
@@ -57,7 +52,6 @@ from pennyweight_torchao.quantization.qat.utils import (
     _GenericFakeQuantize,
     _get_qmin_qmax,
 )
-from pennyweight_torchao.quantization.quant_primitives import MappingType
 
 ACT = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
 INT4 = IntxFakeQuantizeConfig(torch.int4, group_size=32)
@@ -418,122 +412,3 @@ def test_replacing_layers() -> None:
     model = Net(bias=False)
     replace_linear_int4(model, 64, 8, False)
     assert kinds(model)[1:] == ["Linear", "WeightOnlyInt4Linear", "Linear"]
-
-
-# -- the tensor --------------------------------------------------------------------------------------------------------
-
-
-def fake(w: Tensor, **more: Any) -> Any:
-    return to_affine_fake_quantized(w, MappingType.SYMMETRIC, (1, 16), torch.int8, -8, 7, **more)
-
-
-def test_fake_quantized_tensor() -> None:
-    w, x, bias = torch.randn(8, 32), torch.randn(3, 32), torch.randn(8)
-    t = fake(w)
-    assert isinstance(t, AffineFakeQuantizedTensor)
-    told = FakeQuantizerBase.from_config(IntxFakeQuantizeConfig(torch.int4, group_size=16))(w)
-    assert torch.equal(t.get_value(), told)
-    assert torch.equal(torch.nn.functional.linear(x, t, bias), torch.nn.functional.linear(x, told, bias))
-    torch.testing.assert_close(x @ t.t(), x @ told.t())
-    t.fake_quant_enabled = False
-    assert torch.equal(torch.nn.functional.linear(x, t), torch.nn.functional.linear(x, w))
-    half = t.to(torch.bfloat16)
-    assert (half.dtype, half.original_tensor.dtype) == (torch.bfloat16, torch.bfloat16)
-    parts = t.split(4)
-    assert [type(p) for p in parts] == [AffineFakeQuantizedTensor] * 2
-    assert torch.equal(parts[1].original_tensor, w[4:])
-    with pytest.raises(ValueError, match=r"ZeroPointDomain\.NONE"):
-        fake(w, zero_point_domain=None)
-
-
-def test_fake_quantized_tensor_trains() -> None:
-    """As a parameter under AdamW: the steps of a layer with a fake quantizer."""
-    config = IntxFakeQuantizeConfig(torch.int4, group_size=16)
-    layer = FakeQuantizedLinear(32, 8, weight_config=config)
-    other = nn.Linear(32, 8, bias=False)
-    other.weight = nn.Parameter(fake(layer.weight.detach().clone()))
-    x = torch.randn(5, 32)
-    losses = []
-    for module in (layer, other):
-        optimizer = torch.optim.AdamW(module.parameters(), 1e-2)
-        for _ in range(3):
-            loss = module(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-    assert losses[:3] == losses[3:]
-    assert torch.equal(other.weight.original_tensor, layer.weight)
-    saved = copy.deepcopy(other)
-    assert torch.equal(saved(x), other(x))
-
-
-# -- ExecuTorch --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_converted_weights_are_those_of_the_ops_of_executorch() -> None:
-    from pennyweight_torchao import _executorch_ops as ops
-
-    layer = Int8DynActInt4WeightQATLinear(64, 8, groupsize=32)
-    new = Int8DynActInt4WeightQATQuantizer(32).convert(nn.Sequential(copy.deepcopy(layer)))[0]
-    codes = ops._quantized_decomposed_quantize_per_channel_group_wrapper(
-        layer.weight, new.scales, new.zeros, -8, 7, torch.int8, 32
-    )
-    assert torch.equal(new.weight, codes)
-    values = ops._quantized_decomposed_dequantize_per_channel_group_wrapper(
-        codes, new.scales, new.zeros, -8, 7, torch.int8, 32, torch.float32
-    )
-    assert torch.equal(values, layer.weight_fake_quantizer(layer.weight))
-    x = torch.randn(3, 64)
-    scale, zero = ops._quantized_decomposed_choose_qparams_per_token_asymmetric_wrapper(x, torch.int8)
-    codes = ops._quantized_decomposed_quantize_per_token_wrapper(x, scale, zero, -128, 127, torch.int8)
-    values = ops._quantized_decomposed_dequantize_per_token_wrapper(
-        codes, scale, zero, -128, 127, torch.int8, torch.float32
-    )
-    torch.testing.assert_close(values, layer.activation_fake_quantizer(x))
-
-
-def exported(module: nn.Module, *inputs: Tensor, strict: bool = False) -> tuple[list[str], nn.Module]:
-    """The calls of a graph without assertions about dtypes, and the graph."""
-    program = torch.export.export(module.eval(), inputs, strict=strict)
-    calls = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
-    told = {"aten._assert_tensor_metadata.default", "aten.to.dtype", "<built-in function getitem>"}
-    return [c for c in calls if c not in told], program.module()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("strict", [False, True])
-def test_converted_layers_export_to_torchao_ops(strict: bool) -> None:
-    model = Int8DynActInt4WeightQATQuantizer(32).convert(
-        nn.Sequential(Int8DynActInt4WeightQATLinear(64, 8, True, groupsize=32))
-    )
-    x = torch.randn(2, 3, 64)
-    calls, graph = exported(model, x, strict=strict)
-    ops = ["choose_qparams_affine", "quantize_affine", "dequantize_affine", "dequantize_affine"]
-    assert calls == [*(f"torchao.{op}.default" for op in ops), "aten.linear.default"]
-    torch.testing.assert_close(graph(x), model(x), rtol=1e-5, atol=1e-5)
-    table = Int4WeightOnlyEmbeddingQATQuantizer().convert(
-        nn.Sequential(Int4WeightOnlyQATEmbedding(16, 32, group_size=16))
-    )
-    ids = torch.tensor([[1, 15]])
-    calls, graph = exported(table, ids, strict=strict)
-    assert calls == ["torchao.dequantize_affine.default", "aten.embedding.default"]
-    assert torch.equal(graph(ids), table(ids))
-    four = Int4WeightOnlyQATQuantizer(32, 2).convert(
-        nn.Sequential(Int4WeightOnlyQATLinear(64, 16, groupsize=32, inner_k_tiles=2))
-    )
-    x = torch.randn(2, 3, 64, dtype=torch.bfloat16)
-    calls, graph = exported(four, x, strict=strict)
-    assert "aten._weight_int4pack_mm_for_cpu.default" in calls
-    torch.testing.assert_close(graph(x), four(x), rtol=3e-2, atol=3e-2)
-
-
-def test_layers_loaded_from_pickles_export() -> None:
-    model = nn.Sequential(Int8DynActInt4WeightLinear(64, 8, groupsize=32))
-    model[0].scales.fill_(0.1)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    calls, _ = exported(torch.load(file, weights_only=False), torch.randn(2, 64))
-    assert calls[-1] == "aten.linear.default"

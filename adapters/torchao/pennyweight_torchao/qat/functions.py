@@ -14,7 +14,7 @@ from ..primitives import _fake_quantize_affine, _fake_quantize_affine_cachemask
 from ..qparams import choose_qparams_affine, require
 
 __all__ = [
-    "_Float8RowwiseFakeQuantize", "_GenericFakeQuantize", "_UnwrapAffineFakeQuantizedTensor",
+    "_Float8RowwiseFakeQuantize", "_GenericFakeQuantize",
     "_choose_qparams_per_token_asymmetric", "_fake_quantize_per_channel_group", "_fake_quantize_per_token",
     "_get_qmin_qmax", "_log_deprecation_warning",
 ]  # fmt: skip
@@ -109,18 +109,6 @@ class _Float8RowwiseFakeQuantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
         return gy, None, None
-
-
-class _UnwrapAffineFakeQuantizedTensor(torch.autograd.Function):
-    """The float tensor of an AffineFakeQuantizedTensor; the gradient goes to the latter."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Any) -> Tensor:
-        return input.original_tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor]:
-        return (gy,)
 
 
 def _log_deprecation_warning(old_api_object: Any) -> None:
