@@ -19,6 +19,7 @@ from pennyweight_torchao.quantization.linear_quant_modules import (
     replace_linear_int4,
 )
 from pennyweight_torchao.quantization.prototype.qat import ComposableQATQuantizer as deep
+from pennyweight_torchao.quantization.prototype.qat import _module_swap_api
 from pennyweight_torchao.quantization.qat import (
     ComposableQATQuantizer,
     FakeQuantizedEmbedding,
