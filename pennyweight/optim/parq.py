@@ -64,41 +64,6 @@ def proximal_map(x: Tensor, spec: QuantSpec, t: float, rule: str | None = None, 
     return out.to(x.dtype)
 
 
-def nearest_value(x: Tensor, values: Tensor) -> Tensor:
-    """The nearest of some values, the lower one of two as near. values ascending: [n], or [rows, n] for x [rows, k].
-
-    The result has the wider dtype of the two.
-    """
-    return _take(values, _interval(x, (values[..., :-1] + values[..., 1:]) / 2))
-
-
-def pull_to_values(x: Tensor, values: Tensor, slope: float) -> Tensor:
-    """The map of :func:`proximal_map` for any values instead of a spec's grid, slope = 1 - t > 0:
-
-        clip(m + (x - m) / slope, a, b)
-
-    for neighbours a < x <= b with midpoint m; the outermost value beyond all of them. values, dtype: as in
-    :func:`nearest_value`. Raises ValueError for a slope that is not positive.
-    """
-    if not slope > 0:
-        raise ValueError(f"slope must be positive, got {slope}; nearest_value is its limit for slope 0")
-    above = _interval(x, values)
-    low = _take(values, (above - 1).clamp(min=0))
-    high = _take(values, above.clamp(max=values.shape[-1] - 1))
-    middle = (low + high) / 2
-    return torch.minimum(torch.maximum(middle + (x - middle) / slope, low), high)
-
-
-def _interval(x: Tensor, bounds: Tensor) -> Tensor:
-    """Number of bounds below x, elementwise; one row of bounds per row of x, or the same for all."""
-    dtype = torch.promote_types(x.dtype, bounds.dtype)
-    return torch.searchsorted(bounds.to(dtype).contiguous(), x.to(dtype).contiguous())
-
-
-def _take(values: Tensor, index: Tensor) -> Tensor:
-    return values[index] if values.ndim == 1 else values.gather(1, index)
-
-
 class ProximalOptimizer(torch.optim.Optimizer):
     """``base`` with a proximal map applied to weights after each step. See :class:`QuantOptimizer` for an instance.
 

@@ -160,12 +160,6 @@ def same_shape(weight: Tensor, value: Any) -> Any:
     return value
 
 
-def flat_values(weight: Tensor) -> Tensor:
-    """The dequantized weight, flat, float32."""
-    w = weight.dequantize() if isinstance(weight, AffineQuantizedTensor) else weight.detach()
-    return w.to(torch.float32).flatten()
-
-
 # -- inputs of linear layers -------------------------------------------------------------------------------------------
 
 # A channel is an outlier if its largest |x| exceeds this multiple of the median channel's

@@ -11,7 +11,7 @@ import pennyweight as pw
 from pennyweight.core.numerics import fake_quantize
 from pennyweight.core.spec import SPECS
 from pennyweight.optim import AdamW8bit, PruneOptimizer, QuantOptimizer
-from pennyweight.optim.parq import nearest_value, proximal_map, pull_to_values
+from pennyweight.optim.parq import proximal_map
 from pennyweight.planning.config_resolution import PlanError
 from tests.optim.models import Net, losses
 
@@ -47,26 +47,6 @@ def test_weights_go_from_where_they_are_to_the_grid(name: str) -> None:
         assert bool((((y - rounded) * (x - rounded) >= -slack) | ~inside).all())
         last = left
     assert float((last > slack).float().mean()) < 0.05  # hardly any is still on its way
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_any_values_attract_as_a_grid_does(rows: int) -> None:
-    """On the values of a spec the map is that of the spec; each row has values of its own."""
-    spec = pw.QuantSpec(pw.get_format("int3"), (-1,))
-    x = torch.randn(rows, 101)
-    scale = pw.AffineQuantizedTensor.from_float(x, spec).scale
-    assert isinstance(scale, torch.Tensor)
-    values = torch.arange(-4.0, 4.0) * scale
-    for t in (0.0, 0.3, 0.9):
-        found = pull_to_values(x, values, 1 - t).clamp(values[:, :1], values[:, -1:])
-        torch.testing.assert_close(found, proximal_map(x, spec, t).clamp(values[:, :1], values[:, -1:]))
-    torch.testing.assert_close(nearest_value(x, values), fake_quantize(x, spec))
-    uneven = torch.tensor([-2.0, 0.0, 0.5])
-    assert nearest_value(torch.tensor([-1.0, -0.9, 0.25, 9.0]), uneven).tolist() == [-2.0, 0.0, 0.0, 0.5]
-    assert pull_to_values(torch.tensor([-3.0, -0.5, 0.25, 9.0]), uneven, 0.5).tolist() == [-2.0, 0.0, 0.25, 0.5]
-    assert nearest_value(torch.tensor([0.4], dtype=torch.bfloat16), uneven).dtype is torch.float32
-    with pytest.raises(ValueError, match="slope must be positive"):
-        pull_to_values(x, values, 0.0)
 
 
 def test_the_map_of_an_integer_grid_is_the_formula() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from pennyweight.planning.granularity import Granularity, MappingType, PerAxis, PerGroup
 
-from ..quant_api import quantize_
-from ..v0_8_configs import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig
+from .quant_api import quantize_
+from .v0_8_configs import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig
 
 __all__ = [
     "EmbeddingQuantizer", "QuantizedEmbedding", "QuantizedEmbeddingFallback", "QuantizedLinear",

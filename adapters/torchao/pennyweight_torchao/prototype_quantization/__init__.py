@@ -1,1 +1,0 @@
-"""torchao.prototype.quantization: static float8, packed unsigned integers, embeddings, lookup tables."""
