@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import pennyweight as pw
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError
-from pennyweight.io.codecs.torchao.flattened import unflatten_tensor_state_dict
+from pennyweight.io.codecs.torchao.flattened import flatten_tensor_state_dict, unflatten_tensor_state_dict
 from pennyweight.io.codecs.torchao.reading import SAFE_GLOBALS
 from tests.io.test_native_format import assert_same
 
@@ -135,3 +135,16 @@ def test_the_reader_needs_no_adapter(folder: Path) -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "True True False\n"
+
+
+def test_a_weight_whose_input_is_scaled_first_is_refused(tmp_path: Path) -> None:
+    """act_pre_scale of AWQ and SmoothQuant: our tensors do not hold it, and without it the weight is another one."""
+    linear = torch.nn.Linear(64, 16)
+    pw.quantize_(linear, pw.Int8WeightOnlyConfig())
+    tensors, metadata = flatten_tensor_state_dict({"m.weight": linear.weight})
+    described = json.loads(metadata["m.weight"])
+    described["_tensor_data_names"].append("act_pre_scale")
+    tensors["m._weight_act_pre_scale"] = torch.ones(64)
+    save_file(tensors, tmp_path / "model.safetensors", {**metadata, "m.weight": json.dumps(described)})
+    with pytest.raises(CheckpointError, match=r"m\.weight: its input is scaled first"):
+        pw.open(tmp_path)
