@@ -121,7 +121,7 @@ def fold_batch_norm(
 
 def _only_used_here(model: GraphModule, node: Any, layer: Node, norm: Node) -> bool:
     """Is every use of a parameter by the same kind of layer followed by the same batch norm?"""
-    mine = batch_norm_arguments(norm)
+    first = batch_norm_arguments(norm)
     for reader in model.graph.find_nodes(op="get_attr"):
         if reader.target != node.target:
             continue
@@ -131,8 +131,8 @@ def _only_used_here(model: GraphModule, node: Any, layer: Node, norm: Node) -> b
                 continue
             if user.target != layer.target or not is_batch_norm(after):
                 return False
-            theirs = batch_norm_arguments(after)  # type: ignore[arg-type]
-            if any(_target(mine[n]) != _target(theirs[n]) for n in ("weight", "bias", "running_mean", "running_var")):
+            second = batch_norm_arguments(after)  # type: ignore[arg-type]
+            if any(_target(first[n]) != _target(second[n]) for n in ("weight", "bias", "running_mean", "running_var")):
                 return False
     return True
 
