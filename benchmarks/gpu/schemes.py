@@ -10,7 +10,7 @@ from typing import Any
 def _intx(bits: int) -> Callable[[], Any]:
     def config() -> Any:
         import pennyweight as pw
-        from pennyweight.planning.configs.aliases import by_name
+        from pennyweight.planning.configs.by_name import by_name
 
         if bits > 1:
             return by_name(f"int{bits}", group_size=128)

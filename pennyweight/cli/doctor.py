@@ -244,7 +244,7 @@ def _weight(name: str, op: str, dtype: torch.dtype, device: str) -> AffineQuanti
     import torch
 
     from ..algorithms.solvers.rtn import quantize_weight
-    from ..planning.configs.aliases import by_name
+    from ..planning.configs.by_name import by_name
     from ..planning.parameters import Site
 
     shape = _SHAPES[op]

@@ -66,7 +66,7 @@ def _convolutions() -> Iterator[Timing]:
     import torch
     from torch import nn
 
-    from ..planning.configs.aliases import by_name
+    from ..planning.configs.by_name import by_name
     from ..quantize import quantize_
 
     wide, small = 4 * CHANNELS, max(1, IMAGE // 4)
@@ -114,7 +114,7 @@ def _products() -> Iterator[Timing]:
 
     from ..kernels import select
     from ..kernels.table import case_of
-    from ..planning.configs.aliases import by_name
+    from ..planning.configs.by_name import by_name
     from ..quantize import quantize_
 
     what = f"products [rows, {SIZE}] @ [{SIZE}, {SIZE}]"
@@ -155,7 +155,7 @@ def fused_encoder(width: int, name: str) -> tuple[nn.Module, str]:
     import torch
 
     from ..inference import fuse_
-    from ..planning.configs.aliases import by_name
+    from ..planning.configs.by_name import by_name
     from ..quantize import quantize_
 
     model = encoder(width)

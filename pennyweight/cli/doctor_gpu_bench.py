@@ -43,7 +43,7 @@ def quantized_weight(name: str, size: int, device: torch.device) -> AffineQuanti
     import torch
     from torch import nn
 
-    from ..planning.configs.aliases import by_name
+    from ..planning.configs.by_name import by_name
     from ..quantize import quantize_
 
     layer = nn.Linear(size, size, bias=False, device=device, dtype=torch.bfloat16).requires_grad_(False)

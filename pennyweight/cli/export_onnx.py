@@ -32,7 +32,7 @@ def export_onnx(
     traceback: Traceback = False,
 ) -> None:
     """Write a checkpoint as ONNX for onnxruntime."""
-    from ..planning.configs.aliases import by_name
+    from ..planning.configs.by_name import by_name
 
     chosen = by_name(config, group_size) if config else None
     if chosen is None and group_size is not None:

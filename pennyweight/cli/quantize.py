@@ -100,7 +100,7 @@ def quantize(
 
     torchrun --nproc-per-node N -m pennyweight quantize ... divides the files among N processes.
     """
-    from ..planning.configs.aliases import by_name
+    from ..planning.configs.by_name import by_name
     from ..planning.configs.files import is_config_file, layer_config, read_config, write_config
     from ..planning.quantize_report import nbytes_of
 

@@ -18,7 +18,7 @@ from ..algorithms.solve import solve
 from ..core.model_arguments import check_arguments
 from ..planning.config_resolution import Filter, PlanError, read_candidates, rules
 from ..planning.configs import AOBaseConfig, FqnToConfig
-from ..planning.configs.aliases import FASTEST
+from ..planning.configs.by_name import FASTEST
 from ..planning.layer_timing import COUNTS, calls_of_weight, layer_calls, least_seconds, measure_, wait_for
 from ..planning.module_handlers import HANDLERS
 from ..planning.plan import plan

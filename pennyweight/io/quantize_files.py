@@ -9,7 +9,7 @@ from ..core.model_arguments import check_arguments
 from ..core.spec import DTYPES
 from ..planning.config_resolution import Filter, PlanError, Skip, resolve_arguments
 from ..planning.configs import AOBaseConfig
-from ..planning.configs.aliases import algorithm_of
+from ..planning.configs.by_name import algorithm_of
 from ..planning.engines import check_plan
 from ..planning.plan import Plan, PlanRow, plan
 from ..planning.quantize_report import Report

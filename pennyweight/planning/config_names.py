@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Name:
-    """A config by its class name and arguments, which ``configs.aliases.by_name`` turns into the config.
+    """A config by its class name and arguments, which ``configs.by_name.by_name`` turns into the config.
 
     group     the argument that a group size sets: the name of an integer field, or of a granularity ("...granularity")
     no_group  the reason if there is none

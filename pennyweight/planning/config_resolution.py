@@ -14,7 +14,7 @@ from ..core.model_arguments import ReturnedInPlaceOfModel
 from ..support.arguments import check_skip, close_names, did_you_mean, hint, show
 from ..support.errors import ArgumentTypeError
 from .configs import AOBaseConfig, FqnToConfig
-from .configs.aliases import by_name, named
+from .configs.by_name import by_name, named
 from .configs.files import is_config_file, read_config
 from .name_patterns import NamePattern
 from .parameters import Place, computed_from, is_linear, kind_of

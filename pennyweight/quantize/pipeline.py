@@ -25,7 +25,7 @@ from ..core.tensor import AffineQuantizedTensor
 from ..distributed.dtensor import distribute_like, is_dtensor, is_fully_sharded
 from ..planning.config_resolution import Filter, PlanError, Skip, not_a_config, resolve_arguments
 from ..planning.configs import AOBaseConfig
-from ..planning.configs.aliases import algorithm_of
+from ..planning.configs.by_name import algorithm_of
 from ..planning.engines import check_plan
 from ..planning.layer_timing import measure_, row_counts, skip_slower_, warn_slower
 from ..planning.module_handlers import apply_callable, module_nbytes

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..algorithms.solve import solve
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.config_resolution import PlanError
-from ..planning.configs.aliases import by_name
+from ..planning.configs.by_name import by_name
 from ..planning.configs.files import layer_config
 from ..planning.parameters import places
 from ..planning.plan import plan

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import pennyweight as pw
 from pennyweight.io import quantize_checkpoint
-from pennyweight.planning.configs.aliases import by_name
+from pennyweight.planning.configs.by_name import by_name
 from pennyweight.planning.quantize_report import size
 
 LINEAR = {"head.weight", *(f"blocks.{i}.{n}.weight" for i in range(2) for n in ("q", "up"))}

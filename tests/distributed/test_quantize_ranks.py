@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import pennyweight as pw
 from pennyweight.cli.app import app
 from pennyweight.io import CheckpointError, quantize_checkpoint, resumable_write
-from pennyweight.planning.configs.aliases import by_name
+from pennyweight.planning.configs.by_name import by_name
 from tests.distributed.group import METHOD
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import pennyweight as pw
 import pennyweight_torchao
-from pennyweight.planning.configs.aliases import CONFIGS
+from pennyweight.planning.configs.by_name import CONFIGS
 
 DOCS = Path(__file__).parents[2] / "docs"
 FEATURES, CONFIG_PAGE = ((DOCS / name).read_text(encoding="utf-8") for name in ("features.md", "configs.md"))

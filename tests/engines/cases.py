@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import pennyweight as pw
 from pennyweight.core.spec import FP8_BLOCK
-from pennyweight.planning.configs.aliases import by_name
+from pennyweight.planning.configs.by_name import by_name
 from tests.engines.decode import decode
 
 CONFIG = LlamaConfig(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.core.spec import FP8_BLOCK
-from pennyweight.planning.configs.aliases import CONFIGS, named
+from pennyweight.planning.configs.by_name import CONFIGS, named
 from pennyweight.planning.engines import ROWS, Reads, SpecRow, row_of
 from pennyweight.planning.parameters import Site
 

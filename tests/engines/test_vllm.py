@@ -23,7 +23,7 @@ from torch import Tensor
 
 import pennyweight as pw
 from pennyweight.io import CheckpointError
-from pennyweight.planning.configs.aliases import CONFIGS, algorithm_of
+from pennyweight.planning.configs.by_name import CONFIGS, algorithm_of
 from tests.engines.small_models import VOCABULARY, save_llama, save_moe
 
 pytest.importorskip("vllm", reason="vLLM is not installed; scripts/test-engines installs it")

@@ -28,7 +28,7 @@ from pennyweight import optim
 from pennyweight.core.spec import SPECS
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels.repack import prepare
-from pennyweight.planning.configs.aliases import CONFIGS, by_name
+from pennyweight.planning.configs.by_name import CONFIGS, by_name
 
 
 class Functions(TorchFunctionMode):

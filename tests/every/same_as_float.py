@@ -24,7 +24,7 @@ from pennyweight.core.spec import SPECS
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels.repack import prepare
 from pennyweight.kernels.table import case_of, select
-from pennyweight.planning.configs.aliases import CONFIGS, by_name
+from pennyweight.planning.configs.by_name import CONFIGS, by_name
 
 N, K = 48, 128  # several tiles of rows, several groups of columns
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import pennyweight as pw
 from pennyweight.kernels import Kernel, explain, kernels
 from pennyweight.kernels.table import case_of, row_independent, select
-from pennyweight.planning.configs.aliases import CONFIGS, by_name
+from pennyweight.planning.configs.by_name import CONFIGS, by_name
 from tests.every.test_configs import CASES, build
 
 K, N, ROWS, OUTLIER = 160, 72, 64, 7

@@ -162,7 +162,7 @@ def hqq_seeds() -> list[bytes]:
 
 
 def torchao_seeds() -> list[bytes]:
-    from pennyweight.io.codecs.torchao.flattened import flatten_tensor_state_dict
+    from pennyweight.io.codecs.torchao.flattened_safetensors import flatten_tensor_state_dict
 
     out = []
     for spec, shape in ((specs.INT8_ROW, (4, 32)), (specs.FP8_ROW, (4, 32)), (specs.MXFP8, (4, 32))):

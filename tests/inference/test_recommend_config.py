@@ -19,7 +19,7 @@ from pennyweight.inference.recommend_config import fastest_per_layer
 from pennyweight.inference.recommendation import best, verdict
 from pennyweight.kernels.cpu import library
 from pennyweight.planning import layer_timing
-from pennyweight.planning.configs.aliases import FASTEST
+from pennyweight.planning.configs.by_name import FASTEST
 from pennyweight.planning.module_handlers import HANDLERS
 from pennyweight.planning.plan import PlanRow
 from pennyweight.quantize import Latency

@@ -11,7 +11,7 @@ import pennyweight as pw
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError
-from pennyweight.planning.configs.aliases import by_name
+from pennyweight.planning.configs.by_name import by_name
 from pennyweight.planning.parameters import Site
 
 SITE = Site("u", "u", "weight", "linear", (64, 128), torch.float16, "cpu", "Linear")

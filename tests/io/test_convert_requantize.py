@@ -15,7 +15,7 @@ from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError
 from pennyweight.io.codecs.gptq import GPTQ
 from pennyweight.io.manifest import Meta
-from pennyweight.planning.configs.aliases import by_name
+from pennyweight.planning.configs.by_name import by_name
 from pennyweight.planning.parameters import Site
 from tests.cli.conftest import run
 from tests.io.gguf.test_export import llama, saved

@@ -6,7 +6,7 @@ from torch import nn
 
 import pennyweight as pw
 from pennyweight.algorithms.mixed_precision.budget import Option, allocate, merge
-from pennyweight.planning.configs.aliases import CONFIGS, by_name, named
+from pennyweight.planning.configs.by_name import CONFIGS, by_name, named
 from pennyweight.planning.engines import (
     ENGINES,
     ROWS,

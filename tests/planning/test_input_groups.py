@@ -12,7 +12,7 @@ from pennyweight.core.formats import INT8
 from pennyweight.core.numerics import fake_quantize
 from pennyweight.core.spec import QuantSpec
 from pennyweight.planning import configs
-from pennyweight.planning.configs.aliases import by_name
+from pennyweight.planning.configs.by_name import by_name
 
 SYMMETRIC, ASYMMETRIC = pw.MappingType.SYMMETRIC, pw.MappingType.ASYMMETRIC
 CONFIGS: dict[str, Any] = {

@@ -10,7 +10,7 @@ import pennyweight as pw
 from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.planning import configs
-from pennyweight.planning.configs.aliases import CONFIGS, by_name
+from pennyweight.planning.configs.by_name import CONFIGS, by_name
 from pennyweight.planning.configs.serialize import TYPES, config_from_data, config_to_data
 
 GIVEN = [

@@ -2,7 +2,7 @@
 
 ``from pennyweight_torchao.quantization import quantize_, Int8WeightOnlyConfig`` works directly; after
 :func:`install`, ``from torchao.quantization import ...`` works too, also in libraries that import torchao. The modules
-are virtual: ``module_tree.py`` maps each module to the files with its names, ``removed.py`` lists names that are not
+are virtual: ``module_tree.py`` maps each module to the files with its names, ``not_served.py`` lists names that are not
 served, and replacements. This package has no arithmetic and no tensor class of quantized weights of its own.
 """
 
@@ -17,7 +17,7 @@ import warnings
 import pennyweight  # noqa: F401 - tensors, kernels and hooks
 
 from .module_tree import TREE
-from .removed import why_missing
+from .not_served import why_missing
 from .version import TORCHAO, VERSION
 from .virtual_modules import VirtualModules
 

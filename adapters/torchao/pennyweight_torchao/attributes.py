@@ -16,7 +16,7 @@ from pennyweight.core import blocks
 from pennyweight.core.formats import HALF_INTS
 from pennyweight.core.tensor import AffineQuantizedTensor, PlainView
 from pennyweight.io.codecs.torchao import tensor_class
-from pennyweight.io.codecs.torchao.flattened import find_view, view_of
+from pennyweight.io.codecs.torchao.flattened_safetensors import find_view, view_of
 from pennyweight.io.codecs.torchao.int8_float8 import IntxUnpackedToInt8Tensor as _Intx
 from pennyweight.io.codecs.torchao.mx import MXTensor as _MX
 from pennyweight.io.codecs.torchao.nvfp4 import NVFP4Tensor as _NVFP4

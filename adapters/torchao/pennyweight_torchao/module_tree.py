@@ -31,7 +31,7 @@ REEXPORTS: dict[str, tuple[str, str]] = {
         "CPUOffloadOptimizer",
     ),
     "@safetensors": (
-        "pennyweight.io.codecs.torchao.flattened",
+        "pennyweight.io.codecs.torchao.flattened_safetensors",
         "ALLOWED_CLASSES ALLOWED_TENSORS_SUBCLASSES TensorSubclassAttributeJSONEncoder flatten_tensor_state_dict "
         "is_metadata_torchao object_from_dict unflatten_tensor_state_dict",
     ),

@@ -12,7 +12,7 @@ from functools import wraps
 from typing import Any
 
 from pennyweight.core.tensor import AffineQuantizedTensor
-from pennyweight.io.codecs.torchao.flattened import find_view
+from pennyweight.io.codecs.torchao.flattened_safetensors import find_view
 
 from .nf4.tensor import NF4Tensor
 

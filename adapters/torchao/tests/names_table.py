@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from pennyweight_torchao.module_tree import TREE
-from pennyweight_torchao.removed import why_missing
+from pennyweight_torchao.not_served import why_missing
 
 ROOT = Path(__file__).resolve().parents[3]
 DOC = ROOT / "docs" / "torchao.md"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import pennyweight as pw
-from pennyweight.io.codecs.torchao.flattened import flatten_tensor_state_dict, unflatten_tensor_state_dict
+from pennyweight.io.codecs.torchao.flattened_safetensors import flatten_tensor_state_dict, unflatten_tensor_state_dict
 from pennyweight.io.file import CheckpointError
 from pennyweight_torchao.algorithms.awq import AWQConfig, AWQObservedLinear, AWQObserver, AWQStep, get_act_scale
 from pennyweight_torchao.algorithms.smooth_observers import (

@@ -52,7 +52,7 @@ def test_a_walk_lists_the_tree_and_nothing_else(torchao: ModuleType) -> None:
 
 
 def test_resources_runpy_and_help(torchao: ModuleType) -> None:
-    assert importlib.resources.files("torchao").joinpath("removed.py").is_file()
+    assert importlib.resources.files("torchao").joinpath("not_served.py").is_file()
     assert runpy.run_module("torchao.utils", run_name="__main__")["__name__"] == "__main__"
     with pytest.raises(ImportError, match="cannot be directly executed"):
         runpy.run_module("torchao", run_name="__main__")

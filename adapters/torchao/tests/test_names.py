@@ -15,8 +15,8 @@ import pytest
 import pennyweight_torchao
 from adapters.torchao.tests.clients import IMPORTS
 from pennyweight_torchao.module_tree import TREE
-from pennyweight_torchao.removed import MODULES, why_missing
-from pennyweight_torchao.removed import NAMES as NOT_SERVED
+from pennyweight_torchao.not_served import MODULES, why_missing
+from pennyweight_torchao.not_served import NAMES as NOT_SERVED
 
 HOME = "pennyweight_torchao"
 # Names as the sources of the releases have them; see tests/golden/make_torchao_names.py.

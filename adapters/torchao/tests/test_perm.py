@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import pennyweight_torchao.attributes  # noqa: F401  (w.qdata and its kin)
-from pennyweight.io.codecs.torchao.flattened import find_view, view_of
+from pennyweight.io.codecs.torchao.flattened_safetensors import find_view, view_of
 from pennyweight_torchao.v0_8_aqt import AffineQuantizedTensor as Founding
 from tests.tensors import quantized
 

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 import pennyweight as pw
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.io.codecs.torchao import flattened as state
+from pennyweight.io.codecs.torchao import flattened_safetensors as state
 from pennyweight_torchao.prototype.safetensors.safetensors_support import (
     flatten_tensor_state_dict,
     unflatten_tensor_state_dict,

@@ -17,7 +17,7 @@ from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...planning.config_resolution import Filter, PlanError, Skip, read_candidates
 from ...planning.configs import AOBaseConfig, SpecConfig
-from ...planning.configs.aliases import FASTEST, by_name
+from ...planning.configs.by_name import FASTEST, by_name
 from ...planning.engines import FUSED, check_plan, engine_of, fused_groups
 from ...planning.plan import Plan, PlanRow, plan
 from ...planning.run_batch import run_batch

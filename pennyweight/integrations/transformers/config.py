@@ -12,7 +12,7 @@ from ...io.manifest import VERSION
 from ...io.output_formats import FORMATS
 from ...planning.config_resolution import not_a_config
 from ...planning.configs import AOBaseConfig
-from ...planning.configs.aliases import algorithm_of, by_name
+from ...planning.configs.by_name import algorithm_of, by_name
 from ...planning.configs.files import is_config_file, read_config
 from ...planning.configs.serialize import config_from_data
 from ...planning.plan import ON_INDIVISIBLE

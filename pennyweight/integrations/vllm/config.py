@@ -11,7 +11,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.platforms import current_platform
 
 from ...planning.configs import AOBaseConfig
-from ...planning.configs.aliases import CONFIGS, algorithm_of, by_name
+from ...planning.configs.by_name import CONFIGS, algorithm_of, by_name
 from ...planning.configs.files import read_config
 from ...planning.configs.serialize import config_from_data
 

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...support.arguments import close_names, did_you_mean, hint
-from .aliases import CONFIGS, by_name, named
 from .base import AOBaseConfig
+from .by_name import CONFIGS, by_name, named
 from .fqn import FqnToConfig
 from .serialize import config_from_data, config_to_data
 

@@ -11,8 +11,8 @@ from ...support.arguments import show
 from ...support.errors import ArgumentTypeError
 from ..parameters import Site
 from ..scheme import Scheme
-from .aliases import named
 from .base import AOBaseConfig
+from .by_name import named
 
 
 @dataclass(frozen=True, eq=False)

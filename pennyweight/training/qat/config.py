@@ -8,7 +8,7 @@ from typing import Any
 from ...core.spec import ActivationSpec, QuantSpec
 from ...planning.config_resolution import not_a_config
 from ...planning.configs import AOBaseConfig, SpecConfig
-from ...planning.configs.aliases import named
+from ...planning.configs.by_name import named
 from ...planning.parameters import Site
 from ...planning.scheme import Scheme
 from ...quantize.pipeline import Pipeline

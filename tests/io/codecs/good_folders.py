@@ -17,7 +17,7 @@ import pennyweight as pw
 from pennyweight.core import spec as specs
 from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
-from pennyweight.io.codecs.torchao.flattened import flatten_tensor_state_dict
+from pennyweight.io.codecs.torchao.flattened_safetensors import flatten_tensor_state_dict
 from tests.io.codecs import test_awq, test_bitsandbytes, test_compressed_tensors, test_fp8_block, test_gptq, test_hqq
 from tests.io.codecs import test_mxfp4 as mxfp4
 

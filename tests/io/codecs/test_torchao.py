@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import pennyweight as pw
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError
-from pennyweight.io.codecs.torchao.flattened import flatten_tensor_state_dict, unflatten_tensor_state_dict
+from pennyweight.io.codecs.torchao.flattened_safetensors import flatten_tensor_state_dict, unflatten_tensor_state_dict
 from pennyweight.io.codecs.torchao.reading import SAFE_GLOBALS
 from tests.io.test_native_format import assert_same
 

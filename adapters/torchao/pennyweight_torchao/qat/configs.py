@@ -18,7 +18,7 @@ from torch import nn
 
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.planning.configs import AOBaseConfig
-from pennyweight.planning.configs.aliases import named
+from pennyweight.planning.configs.by_name import named
 from pennyweight.quantize.pipeline import Pipeline
 
 from .fake_quantize_configs import FakeQuantizeConfigBase

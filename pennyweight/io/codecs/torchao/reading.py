@@ -20,7 +20,7 @@ from ...safetensors_file import DTYPE_NAMES, Entry
 from ...state_dict import describe, identity, pack
 from ...strict_json import parse
 from . import affine_quantized, enums, int4, int8_float8, mx, nf4, nvfp4
-from .flattened import unflatten_tensor_state_dict
+from .flattened_safetensors import unflatten_tensor_state_dict
 
 # -- names in torch.load files -----------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from torch import nn
 import pennyweight as pw
 from pennyweight.core import spec
 from pennyweight.core.convert_spec import conversion_kind
-from pennyweight.planning.configs.aliases import CONFIGS, by_name
+from pennyweight.planning.configs.by_name import CONFIGS, by_name
 from pennyweight.planning.parameters import Site
 
 SITE = Site("a.weight", "a", "weight", "linear", (64, 256), torch.bfloat16, "cpu", "Linear")
