@@ -6,6 +6,7 @@ import torch
 
 import pennyweight.kernels  # noqa: F401  (registers the layout torch_int4)
 from pennyweight.core.formats import E4M3, INT4, INT8, NF4, TERNARY, UINT3, UINT4, UINT5, UINT8
+from pennyweight.core.numerics import to_stored
 from pennyweight.core.qparams import Params
 from pennyweight.core.spec import MXFP8, NF4_DOUBLE, NVFP4, TINYGEMM, ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
@@ -32,9 +33,13 @@ SPECS = {
     "nf4_perm": QuantSpec(NF4, (64,)),
     "int4_zeros_bits": QuantSpec(INT4, (16,), zero_point=INT4, layout="bits"),
     "uint3_zeros_bits": QuantSpec(UINT3, (32,), zero_point=UINT3, layout="bits"),
+    "int4_scaled": QuantSpec(INT4, (32,), scale=torch.bfloat16, layout="bits"),
+    "int8_scaled": QuantSpec(INT8, (-1,)),
+    "nf4_scaled": QuantSpec(NF4, (64,)),
     "uint4_wide_zeros": QuantSpec(UINT4, (16,), zero_point=UINT5),
 }
 REORDERED = {"int4_perm": torch.int32, "uint4_perm": torch.int64, "int8_perm": torch.int32, "nf4_perm": torch.int64}
+SCALED = ("int4_scaled", "int8_scaled", "nf4_scaled")  # with a pre_scale
 INT8_TOKEN = ActivationSpec(QuantSpec(INT8, (-1,)))
 INT8_GROUPS = ActivationSpec(QuantSpec(INT8, (32,)))
 INT8_GROUPS_ASYMMETRIC = ActivationSpec(QuantSpec(INT8, (64,), zero_point=True))
@@ -48,14 +53,15 @@ def quantized(
     """A normal random tensor under the spec of that name."""
     x = torch.randn(*shape).to(dtype)
     perm = torch.randperm(shape[-1]).to(REORDERED[name]) if name in REORDERED else None
-    w = QT.from_float(x if perm is None else x[..., perm], SPECS[name], act=act).with_(perm=perm)
+    pre = torch.rand(shape[-1]) + 0.5 if name in SCALED else None
+    w = QT.from_float(to_stored(x, perm, pre), SPECS[name], act=act).with_(perm=perm, pre_scale=pre)
     return w.with_(act_scale=torch.tensor([0.03])) if act is not None and act.mode == "static" else w
 
 
 def again(x: torch.Tensor, like: QT, params: Params | None = None) -> QT:
-    """x under the spec of another tensor, its channels in the order that the other has."""
-    stored = x if like.perm is None else x[..., like.perm]
-    return QT.from_float(stored, like.spec, params=params).with_(perm=like.perm)
+    """x under the spec of another tensor, its channels in the order and with the ``pre_scale`` that the other has."""
+    stored = to_stored(x, like.perm, like.pre_scale)
+    return QT.from_float(stored, like.spec, params=params).with_(perm=like.perm, pre_scale=like.pre_scale)
 
 
 def fits(name: str, shape: Sequence[int]) -> bool:

@@ -118,7 +118,8 @@ def contents_of(checkpoint: Opened) -> Contents:
 
 def scheme(meta: Meta) -> str:
     """Formatted like a Scheme."""
-    return f"{meta.spec}" + (" perm" if meta.perm else "") + ("" if meta.act is None else f" × {meta.act}")
+    parts = "".join(f" {part}" for part in ("perm", "pre_scale") if getattr(meta, part))
+    return f"{meta.spec}{parts}" + ("" if meta.act is None else f" × {meta.act}")
 
 
 def _in_words(meta: Meta) -> str:

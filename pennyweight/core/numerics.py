@@ -25,6 +25,8 @@ class Parts(NamedTuple):
     ``act_scale`` and ``act_zero_point`` are the stored parameters of a static activation, not of the tensor's value.
     ``perm`` [K] permutes the last stored axis: stored entry j is entry perm[j] of the value. None: not permuted.
     ``table`` [codes, dim] holds the numbers of a learned format.
+    ``pre_scale`` [K], float32: entry [.., k] of the value is the decoded one times pre_scale[k]. Products scale their
+    input by it instead (AWQ, SmoothQuant).
     """
 
     codes: Tensor
@@ -35,6 +37,7 @@ class Parts(NamedTuple):
     act_zero_point: Tensor | None = None
     perm: Tensor | None = None
     table: Tensor | None = None
+    pre_scale: Tensor | None = None
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Parts:
         """Apply fn to every tensor, including nested ones."""
@@ -110,8 +113,8 @@ def store_qparams(
 
 
 def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """The tensor of ``shape`` from plain parts, with ``perm`` undone. Computed in float32, or in float64 if that is
-    ``dtype`` or the dtype of the scale; rounded once.
+    """The tensor of ``shape`` from plain parts, with ``perm`` undone and ``pre_scale`` applied. Computed in float32, or
+    in float64 if that is ``dtype`` or the dtype of the scale; rounded once.
 
     Saturates, because an extreme code may represent a value slightly beyond the block's range and so beyond the dtype.
     """
@@ -130,6 +133,8 @@ def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch
     for axis, n in enumerate(shape):
         if x.shape[axis] != n:
             x = x.narrow(axis, 0, n)
+    if parts.pre_scale is not None:
+        x = x * permute_last_axis(parts.pre_scale, parts.perm).to(compute)
     limit = torch.finfo(dtype).max
     x = x.to(dtype).clamp_(-limit, limit)
     return x.contiguous() if parts.perm is None else unpermute_last_axis(x, parts.perm)
@@ -143,6 +148,13 @@ def permute_last_axis(x: Tensor, perm: Tensor | None) -> Tensor:
 def unpermute_last_axis(x: Tensor, perm: Tensor | None) -> Tensor:
     """Inverse of :func:`permute_last_axis`."""
     return x if perm is None else x.index_select(-1, perm.argsort())
+
+
+def to_stored(x: Tensor, perm: Tensor | None, pre_scale: Tensor | None) -> Tensor:
+    """x [.., K] as it is quantized: divided by ``pre_scale`` (0 where that is 0), in the stored order of ``perm``."""
+    if pre_scale is not None:
+        x = torch.where(pre_scale == 0, 0, x / pre_scale)
+    return permute_last_axis(x, perm)
 
 
 def is_permutation(perm: Tensor) -> bool:

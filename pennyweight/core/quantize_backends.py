@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .numerics import Parts, unpermute_last_axis
+from .numerics import Parts, permute_last_axis, unpermute_last_axis
 from .spec import QuantSpec
 from .tracing import in_memory
 
@@ -30,7 +30,8 @@ class QuantizeResult(NamedTuple):
 class QuantizeBackend:
     """Conversions on one device type. Each function may return NotImplemented.
 
-    dequantize  (parts in the layout of spec, without perm; spec, stored shape, dtype) -> the tensor in stored order
+    dequantize  (parts in the layout of spec, without perm and pre_scale; spec, stored shape, dtype) -> the tensor in
+                stored order
     quantize    (x, spec, rule, eps) -> QuantizeResult
     finite      (x) -> whether x is free of NaN and inf
     """
@@ -50,8 +51,15 @@ def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch
     backend = CONVERSIONS.get(parts.codes.device.type)
     if backend is None:
         return NotImplemented
-    x = backend.dequantize(parts._replace(perm=None), spec, shape, dtype)
-    return x if x is NotImplemented else unpermute_last_axis(x, parts.perm)
+    pre = parts.pre_scale
+    wide = dtype if pre is None else torch.promote_types(dtype, torch.float32)
+    x = backend.dequantize(parts._replace(perm=None, pre_scale=None), spec, shape, wide)
+    if x is NotImplemented:
+        return x
+    if pre is not None:  # as numerics.dequantize: rounded once
+        limit = torch.finfo(dtype).max
+        x = (x * permute_last_axis(pre, parts.perm)).to(dtype).clamp_(-limit, limit)
+    return unpermute_last_axis(x, parts.perm)
 
 
 def quantize(x: Tensor, spec: QuantSpec, rule: str | None = None, eps: float | None = None) -> Any:

@@ -12,7 +12,8 @@ Invariants, each covered by a property test:
 Parts are stored with the contracted axis last. ``axes`` maps each logical axis to its stored axis (None: the same
 order), so that ``w.t()`` is free under any layout and ``x @ w.t()`` still finds its kernel. The contracted axis
 itself may be permuted by ``perm``: stored entry j is entry perm[j] of the value. Weights whose channels were sorted
-before grouping use it (GPTQ's activation order).
+before grouping use it (GPTQ's activation order). ``pre_scale`` is a factor of each entry of the contracted axis, by
+which products scale their input: weights of AWQ and SmoothQuant have it.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ from ..support.errors import ArgumentError, ArgumentTypeError
 from . import blocks, codebook, device_hooks, quantize_backends, torchscript
 from .call_site import copied_for_training, refuse_legacy_format
 from .layouts import READABLE, change_layout, compact_layout, get_layout, unpack_zero_point
-from .numerics import Parts, dequantize, is_permutation, permute_last_axis, quantize, sqnr
+from .numerics import Parts, dequantize, is_permutation, quantize, sqnr, to_stored
 from .qparams import Params
 from .spec import DTYPES, SPEC_VERSION, ActivationSpec, QuantSpec, dtype_name
 from .storage import Address, Storage
 from .value_checks import check_range, check_real, check_values
 
 SLOTS = Parts._fields
+VALUE_SLOTS = SLOTS[:4]  # the parts that have an entry per element or block
 _PACKED = ("bits", "zero_point")  # the layout and part, other than the codes, that may be a bit stream
 STORED = tuple(f"_{name}" for name in SLOTS)  # attributes that hold the stored parts
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -57,7 +59,8 @@ def implements(*ops: Any, table: dict[Any, Handler] = ATEN) -> Callable[[Handler
 
 
 class AffineQuantizedTensor(Tensor):
-    """A tensor stored as low-precision codes: x = (decode(codes) - mid - zero_point) * scale + offset.
+    """A tensor stored as low-precision codes: x = (decode(codes) - mid - zero_point) * scale + offset, times
+    ``pre_scale`` if there is one.
 
     Create it with :meth:`from_float`, :func:`pennyweight.quantize_`, or from parts:
     ``AffineQuantizedTensor(parts, spec, shape, dtype)`` with parts in the layout of the spec. ``shape`` is the logical
@@ -72,6 +75,7 @@ class AffineQuantizedTensor(Tensor):
     _act_zero_point: Tensor | None
     _perm: Tensor | None
     _table: Tensor | None
+    _pre_scale: Tensor | None
     spec: QuantSpec
     act: ActivationSpec | None
     axes: tuple[int, ...] | None
@@ -114,6 +118,12 @@ class AffineQuantizedTensor(Tensor):
             raise ValueError(
                 f"perm of a quantized tensor {shape} has shape {tuple(parts.perm.shape)}; expected "
                 f"{stored_shape(shape, axes)[-1:]}, one entry per entry of the last stored axis"
+            )
+        pre = parts.pre_scale
+        if pre is not None and (tuple(pre.shape) != stored_shape(shape, axes)[-1:] or pre.dtype is not torch.float32):
+            raise ValueError(
+                f"pre_scale of a quantized tensor {shape} is {pre.dtype} {list(pre.shape)}; expected torch.float32 "
+                f"{list(stored_shape(shape, axes)[-1:])}, one number per entry of the last stored axis"
             )
         if (None if parts.table is None else tuple(parts.table.shape)) != spec.table_shape:
             has = "no table" if parts.table is None else f"a table {list(parts.table.shape)}"
@@ -185,16 +195,17 @@ class AffineQuantizedTensor(Tensor):
 
     def plain_parts(self) -> Parts:
         """Unpacked parts in stored order; nested parts are Parts."""
-        parts = get_layout(self.spec.layout).unpack(self.parts._replace(perm=None), self.spec, self.stored_shape)
+        bare = self.parts._replace(perm=None, pre_scale=None)
+        parts = get_layout(self.spec.layout).unpack(bare, self.spec, self.stored_shape)
         plain = each_part(parts, lambda p: p.plain_parts() if isinstance(p, AffineQuantizedTensor) else p)
-        return plain._replace(perm=self._perm)
+        return plain._replace(perm=self._perm, pre_scale=self._pre_scale)
 
     @property
     def parts(self) -> Parts:
         """The stored parts, in their layout."""
         return Parts(
             self._codes, self._scale, self._zero_point, self._offset, self._act_scale, self._act_zero_point, self._perm,
-            self._table,
+            self._table, self._pre_scale,
         )  # fmt: skip
 
     @property
@@ -256,6 +267,11 @@ class AffineQuantizedTensor(Tensor):
         return self._table
 
     @property
+    def pre_scale(self) -> Tensor | None:
+        """Factor of each entry of the last stored axis, float32, by which products scale their input. None: 1."""
+        return self._pre_scale
+
+    @property
     def tensor_impl(self) -> PlainView:
         """Read-only view of the unpacked values, for any layout: .int_data, .scale, .zero_point."""
         return PlainView(self)
@@ -272,7 +288,8 @@ class AffineQuantizedTensor(Tensor):
     def requantize(self, spec: QuantSpec, rule: str | None = None) -> AffineQuantizedTensor:
         """This tensor under another spec, via float32. A change of only the layout is exact.
 
-        ``perm`` is kept if the new spec has several blocks on the last stored axis, else it is dropped.
+        ``pre_scale`` is kept. ``perm`` is kept if the new spec has several blocks on the last stored axis, else it is
+        dropped.
         """
         if not isinstance(spec, QuantSpec):
             raise ArgumentTypeError(
@@ -286,16 +303,18 @@ class AffineQuantizedTensor(Tensor):
         perm = self._perm
         if perm is not None:
             perm = perm.clone() if blocks.counts(spec.block, shape)[-1] > 1 else None
-        new = AffineQuantizedTensor.from_float(permute_last_axis(x, perm), spec, rule)
-        return self.with_(parts=new.parts._replace(perm=perm), spec=spec, readonly=False)
+        pre = self._pre_scale
+        new = AffineQuantizedTensor.from_float(to_stored(x, perm, pre), spec, rule)
+        parts = self.parts._replace(**{slot: getattr(new, f"_{slot}") for slot in VALUE_SLOTS}, table=new._table)
+        return self.with_(parts=parts._replace(perm=perm), spec=spec, readonly=False)
 
     def to_layout(self, name: str) -> AffineQuantizedTensor:
         """The same tensor in another layout; exact."""
         if name == self.spec.layout:
             return self
         spec, shape = self.spec.with_(layout=name), self.stored_shape
-        parts = change_layout(self.parts._replace(perm=None), self.spec, name, shape)
-        return self.with_(parts=parts._replace(perm=self._perm), spec=spec)
+        parts = change_layout(self.parts._replace(perm=None, pre_scale=None), self.spec, name, shape)
+        return self.with_(parts=parts._replace(perm=self._perm, pre_scale=self._pre_scale), spec=spec)
 
     def with_(self, **changes: Any) -> AffineQuantizedTensor:
         """A copy with some of parts, spec, shape, dtype, act, axes, readonly (or single parts) changed."""
@@ -407,6 +426,8 @@ class AffineQuantizedTensor(Tensor):
             text += f", act={self.act}"
         if self._perm is not None:
             text += f", perm=[{self._perm.shape[0]}]"
+        if self._pre_scale is not None:
+            text += f", pre_scale=[{self._pre_scale.shape[0]}]"
         return text + (", requires_grad=True)" if self.requires_grad else ")")
 
     def _repr_html_(self) -> str:
@@ -427,8 +448,8 @@ class AffineQuantizedTensor(Tensor):
         return AffineQuantizedTensor(parts, spec, outer_size, dtype, act, axes, readonly, requires_grad)
 
     def _stable_hash_for_caching(self) -> str:
-        # A cached graph refers to parts by attribute name; the spec does not say whether there is a perm.
-        return f"{STORED} {self._perm is not None} {static_json(self)}"
+        # A cached graph refers to parts by attribute name; the spec does not name these.
+        return f"{STORED} {self._perm is not None} {self._pre_scale is not None} {static_json(self)}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AffineQuantizedTensor:
         if id(self) in memo:
@@ -483,15 +504,16 @@ class PlainView:
     """Plain values of a quantized tensor: ``int_data`` (codes), ``scale``, ``zero_point`` (or real ``offset``).
 
     Shapes follow the logical axes; padding is cut off. A symmetric tensor shows its constant zero point (``mid``).
-    Raises AttributeError for a tensor with permuted channels, whose logical codes would not match the scales.
+    Raises AttributeError for a tensor with permuted channels or a ``pre_scale``: these would give another value.
     """
 
     def __init__(self, tensor: AffineQuantizedTensor) -> None:
-        if tensor._perm is not None:
-            raise AttributeError(
-                f"a quantized tensor {tuple(tensor.shape)} ({tensor.spec}) is stored with permuted channels, so plain "
-                "codes and scales would not match; use .codes, .scale and .perm, or dequantize()"
-            )
+        for part, what in (("perm", "permuted channels"), ("pre_scale", "a factor of each input channel")):
+            if getattr(tensor, part) is not None:
+                raise AttributeError(
+                    f"a quantized tensor {tuple(tensor.shape)} ({tensor.spec}) is stored with {what}, so plain codes "
+                    f"and scales would not match; use .codes, .scale and .{part}, or dequantize()"
+                )
         self._tensor, self._parts = tensor, tensor.plain_parts()
 
     def _logical(self, part: Tensor) -> Tensor:
@@ -693,7 +715,7 @@ def _check_parts(parts: dict[str, Tensor], spec: QuantSpec, shape: tuple[int, ..
     if spec.is_stream and codes:
         codes, dtype = spec.stream_shape(codes, spec.format.bits), torch.uint8
     kinds: dict[str, Any] = {"codes": dtype, **spec.part_specs()}
-    names = parts.keys() - {"act_scale", "act_zero_point", "perm", "table"}
+    names = parts.keys() - set(SLOTS[len(VALUE_SLOTS) :])
     if get_layout(spec.layout).devices is not None or names != kinds.keys():
         raise ValueError(f"pickled {spec} has parts {sorted(names)}; expected {sorted(kinds)} in a portable layout")
     for name, kind in kinds.items():
@@ -715,6 +737,9 @@ def _check_parts(parts: dict[str, Tensor], spec: QuantSpec, shape: tuple[int, ..
         or not (perm.is_meta or is_permutation(perm))
     ):  # fmt: skip
         raise ValueError(f"pickled {spec} of {list(shape)}: perm is no permutation of the {list(shape[-1:])} channels")
+    pre = parts.get("pre_scale")  # its shape and dtype are checked when the tensor is constructed
+    if pre is not None and not (pre.is_meta or pre.isfinite().all()):
+        raise ValueError(f"pickled {spec} of {list(shape)}: pre_scale contains NaN or inf")
 
 
 torch.serialization.add_safe_globals([rebuild])

@@ -46,12 +46,12 @@ def static_digest(w: QT) -> Tensor:
 
 def kind_code(w: QT) -> list[int]:
     """Four integers that are equal for shards of one tensor along its first axis: a digest of its spec, activation
-    spec, dtype, other sizes, and the parts that are not sharded (tables, perm, activation scales)."""
+    spec, dtype, other sizes, and the parts that are not sharded (tables, perm, pre_scale, activation scales)."""
     slots = [slot for slot, p in w.parts._asdict().items() if p is not None]
     act = None if w.act is None else w.act.to_dict()
     what = (w.spec.with_(layout="plain").to_dict(), act, str(w.dtype), tuple(w.shape[1:]), w.axes, slots)
     found = hashlib.sha256(repr(what).encode())
-    for p in (w._table, w._perm, w._act_scale, w._act_zero_point):
+    for p in (w._table, w._perm, w._pre_scale, w._act_scale, w._act_zero_point):
         if isinstance(p, Tensor) and not p.is_meta:
             found.update(p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return [int.from_bytes(found.digest()[i : i + 8], "little", signed=True) for i in range(0, 32, 8)]

@@ -84,7 +84,9 @@ def _joins(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> bool:
 
 
 def _one_order(weights: list[AffineQuantizedTensor]) -> bool:
-    """Whether all weights have the same channel order."""
+    """Whether all weights have the same channel order, and none scales its input."""
+    if any(w._pre_scale is not None for w in weights):
+        return False
     first, *others = [w._perm for w in weights]
     if first is None:
         return all(perm is None for perm in others)

@@ -258,7 +258,7 @@ def _native(c: Checkpoint, name: str, meta: Meta) -> StoredTensor:
 
 def shared_parts(name: str) -> tuple[str, ...]:
     """Stored parts of a tensor that are not split by rows."""
-    return (name, *(f"{name}.{slot}" for slot in ("act_scale", "act_zero_point", "perm")))
+    return (name, *(f"{name}.{slot}" for slot in ("act_scale", "act_zero_point", "perm", "pre_scale")))
 
 
 def _plain(file: File, name: str) -> StoredTensor:

@@ -21,16 +21,18 @@ from .safetensors_file import MAX_AXES, check_name, size_of
 from .strict_json import parse
 
 KEY = "pennyweight"  # the one key of a file's __metadata__ used by this library
-VERSION = 4  # newest readable version; files declare the oldest sufficient one, see version_of
+VERSION = 5  # newest readable version; files declare the oldest sufficient one, see version_of
 MAX_MANIFEST_BYTES = 32 << 20
 MAX_MANIFEST_DEPTH = 16  # three nested specs take 6
 # Every suffix that can follow "<tensor>." in a file. Frozen: readers of version 1 know exactly these.
 PART_NAMES = ("codes", "scale", "zero_point", "offset", "act_scale", "act_zero_point")
 PART_NAMES_2 = (*PART_NAMES, "perm")
 PART_NAMES_3 = (*PART_NAMES_2, "table")
+PART_NAMES_5 = (*PART_NAMES_3, "pre_scale")
 GUARD = (torch.uint8, (0,))
 _FLAGS = {1: {"signed_scale"}, 2: {"signed_scale", "perm"}, 3: {"signed_scale", "perm"}}  # boolean keys of a tensor
 _FLAGS[4] = _FLAGS[3] | {"guard", "flat"}
+_FLAGS[5] = _FLAGS[4] | {"pre_scale"}
 
 Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -44,6 +46,7 @@ class Meta:
     guard         an empty tensor, uint8 [0], is stored under the tensor's own name. A loader that matches names and
                   does not know the format then finds another shape and raises, instead of leaving the model's weight
                   as it was initialized
+    pre_scale     entries of the contracted axis have a factor, by which products scale their input; a stored part
     flat          codes, and zero points with their own format, are one bit stream per entry of the first stored axis
     """
 
@@ -56,6 +59,7 @@ class Meta:
     perm: bool = False
     guard: bool = False
     flat: bool = False
+    pre_scale: bool = False
 
     def for_writing(self) -> Meta:
         """As this release writes it: with a guard, and flat where that saves bytes."""
@@ -82,6 +86,8 @@ class Manifest:
 def version_of(manifest: Manifest) -> int:
     """The version declared for this manifest: the first that supports all of its contents."""
     metas = manifest.tensors.values()
+    if any(meta.pre_scale for meta in metas):
+        return 5
     if any(meta.guard or meta.flat for meta in metas):
         return 4
     if any(meta.spec.version > 1 or (meta.act is not None and meta.act.spec.version > 1) for meta in metas):
@@ -90,8 +96,8 @@ def version_of(manifest: Manifest) -> int:
 
 
 def stored_parts(name: str, meta: Meta) -> Stored:
-    """Stored parts of a quantized tensor, dtype and shape: codes, scale, zero_point, offset, act_*, perm, guard, in
-    order.
+    """Stored parts of a quantized tensor, dtype and shape: codes, scale, zero_point, offset, act_*, perm, pre_scale,
+    guard, in order.
 
     Codes below 8 bits are a bit stream: uint8 [.., ceil(n * bits / 8)], each row of the last axis (``flat``: of all
     axes but the first) padded to a whole byte. Zero points with their own format are stored the same way.
@@ -103,6 +109,8 @@ def stored_parts(name: str, meta: Meta) -> Stored:
             out[f"{name}.act_zero_point"] = (meta.act.spec.zero_point_dtype, (1,))
     if meta.perm:
         out[f"{name}.perm"] = (torch.int32, meta.stored_shape[-1:])
+    if meta.pre_scale:
+        out[f"{name}.pre_scale"] = (torch.float32, meta.stored_shape[-1:])
     if meta.guard:
         out[name] = GUARD
     return out
@@ -143,7 +151,7 @@ def dump(manifest: Manifest) -> str:
             data["axes"] = list(meta.axes)
         if meta.signed_scale:
             data["signed_scale"] = True
-        data |= {key: True for key in ("perm", "guard", "flat") if getattr(meta, key)}
+        data |= {key: True for key in ("perm", "guard", "flat", "pre_scale") if getattr(meta, key)}
         tensors[name] = data
     data = {"version": version_of(manifest), "tensors": tensors, "aliases": manifest.aliases}
     return json.dumps(data, sort_keys=True, separators=(",", ":"))
@@ -207,6 +215,8 @@ def _meta(raw: Any, version: int) -> Meta:
             raise ValueError(f"{key} must be true or false")
     if raw.get("perm") and (not shape or max(shape) > torch.iinfo(torch.int32).max):
         raise ValueError("perm needs an axis, with at most 2^31 - 1 entries")
+    if raw.get("pre_scale") and not shape:
+        raise ValueError("pre_scale needs an axis")
     act = None if raw.get("act") is None else ActivationSpec.from_dict(raw["act"])
     _check_spec(spec)
     if act is not None:
@@ -267,7 +277,7 @@ def check_parts(manifest: Manifest, stored: Stored) -> None:
         owned.update(parts)  # `|=` with the keys of a dict would copy the set each time
         if name in stored and not meta.guard:
             raise KeyedError(name, "is both a plain tensor and a quantized one")
-    known = (PART_NAMES, PART_NAMES_2, PART_NAMES_3, PART_NAMES_3)[version_of(manifest) - 1]
+    known = (PART_NAMES, PART_NAMES_2, PART_NAMES_3, PART_NAMES_3, PART_NAMES_5)[version_of(manifest) - 1]
     for name in sorted(stored.keys() - owned):
         for prefix, then in _prefixes(name):
             if then in known and prefix in manifest.tensors:

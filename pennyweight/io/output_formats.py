@@ -117,19 +117,22 @@ def foreign_target(format: str, writing: Writing) -> OutputFormat:
         near = kind.spec if why is None else writing.nearest(name, kind)
         if why is None and kind.perm and not writing.perm:
             why = f"its channels are permuted, and {format} does not store the permutation"
+        if why is None and kind.pre_scale:
+            why = f"its input is scaled per channel (pre_scale), and {format} does not store that"
         if why is None:
             return OutputChoice(kind, EXACT)
         if near is None:
             return OutputChoice(Entry(kind.dtype, kind.shape), FLOAT, why)
         same = kind.act is not None and near.format.kind == kind.spec.format.kind
-        new = replace(kind, spec=near, act=kind.act if same else None, signed_scale=True, perm=False)
+        new = replace(kind, spec=near, act=kind.act if same else None, signed_scale=True, perm=False, pre_scale=False)
         refused = writing.refuses(name, new)
         if refused is not None and new.act is not None:
             new = replace(new, act=None)
             refused = writing.refuses(name, new)
         if refused is not None:
             return OutputChoice(Entry(kind.dtype, kind.shape), FLOAT, refused)
-        same_codes = not kind.perm and conversion_kind(kind.spec, kind.stored_shape, new.spec) is not None
+        in_order = not (kind.perm or kind.pre_scale)
+        same_codes = in_order and conversion_kind(kind.spec, kind.stored_shape, new.spec) is not None
         return OutputChoice(new, REQUANTIZED, why, same_codes, kind.act is not None and new.act is None)
 
     def stored(name: str, choice: OutputChoice) -> Stored:
@@ -196,8 +199,9 @@ def convert_or_requantize(
     if exact:
         return parts
     was = dequantize(parts, own_spec, shape)
-    reordered = parts.perm is not None and not perm  # blocks differ in the original channel order
-    new = None if reordered else convert_parts(parts, own_spec, shape, spec)
+    # blocks differ in the original channel order, and under the scales that a pre_scale leaves
+    other = parts.pre_scale is not None or (parts.perm is not None and not perm)
+    new = None if other else convert_parts(parts, own_spec, shape, spec)
     if new is None and requantize is not None:
         new = requantize(was)
     elif new is None:
@@ -282,6 +286,8 @@ def _refused(codec: Codec, item: Item, linear: Collection[str]) -> str | None:
         return why
     if meta.perm:
         return "its channels are permuted"
+    if meta.pre_scale:
+        return "its input is scaled per channel (pre_scale)"
     if meta.spec.zero_point:
         return "its reader in transformers does not support zero points (compressed-tensors 0.20)"
     if isinstance(meta.spec.scale, QuantSpec) and meta.dtype is not torch.bfloat16:

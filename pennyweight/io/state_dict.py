@@ -204,6 +204,8 @@ def build(name: str, meta: Meta, get: Callable[[str], Tensor]) -> AffineQuantize
             value = value._replace(act_zero_point=get(f"{name}.act_zero_point"))
     if meta.perm:
         value = value._replace(perm=get(f"{name}.perm"))
+    if meta.pre_scale:
+        value = value._replace(pre_scale=get(f"{name}.pre_scale"))
     spec = spec.with_(layout="flat_bits" if meta.flat else "bits") if as_bits else spec
     return AffineQuantizedTensor(value, spec, meta.shape, meta.dtype, meta.act, meta.axes)
 
@@ -259,7 +261,8 @@ def describe(name: str, w: AffineQuantizedTensor) -> Meta:
     scale = scale.plain_parts() if isinstance(scale, AffineQuantizedTensor) else scale
     spec = clean(w.spec)
     signed = is_signed(scale, spec, blocks.counts(spec.block, w.stored_shape))
-    return Meta(spec, tuple(w.shape), w.dtype, act, w.axes, signed, w.perm is not None).for_writing()
+    parts = {"perm": w.perm is not None, "pre_scale": w.pre_scale is not None}
+    return Meta(spec, tuple(w.shape), w.dtype, act, w.axes, signed, **parts).for_writing()
 
 
 def pack(name: str, w: AffineQuantizedTensor, meta: Meta) -> dict[str, Tensor]:
@@ -292,6 +295,8 @@ def pack_parts(name: str, parts: Parts, meta: Meta, packed: bool = False) -> dic
             out[f"{name}.act_zero_point"] = _number(name, parts.act_zero_point).to(meta.act.spec.zero_point_dtype)
     if parts.perm is not None:
         out[f"{name}.perm"] = parts.perm.to(torch.int32)
+    if parts.pre_scale is not None:
+        out[f"{name}.pre_scale"] = parts.pre_scale
     if meta.guard:  # with memory of its own: writers take tensors of one address for the same tensor
         out[name] = torch.zeros(1, dtype=GUARD[0], device="cpu")[:0]
     out = {k: t.detach().contiguous() for k, t in out.items()}

@@ -8,6 +8,7 @@ zero_point  within the range of the codes, or of its own format; unused bits of 
 table       finite; has a row for each code
 codes       valid in the format: no NaN or infinity, no index past a table; unused bits of a row's last byte are zero
 perm        a permutation of the contracted axis
+pre_scale   finite
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def check_data(name: str, meta: Meta, get: Get) -> None:
                 check_range(get(f"{name}.act_zero_point"), meta.act.spec.format, f"{name}.act_zero_point")
         if meta.perm and not is_permutation(get(f"{name}.perm")):
             raise ValueError(f"{name}.perm: not a permutation of 0 to {meta.stored_shape[-1] - 1}")
+        if meta.pre_scale:
+            check_real(get(f"{name}.pre_scale"), f"{name}.pre_scale", signed=True)
     except ValueError as e:
         raise KeyedError(name, str(e)) from e
 

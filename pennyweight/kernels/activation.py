@@ -8,6 +8,7 @@ from torch import Tensor
 from ..core.numerics import Parts, dequantize, fake_quantize, quantize, quantize_under
 from ..core.qparams import Params
 from ..core.spec import ActivationSpec, QuantSpec
+from ..core.tensor import AffineQuantizedTensor
 from ..support.errors import ArgumentError
 
 
@@ -26,6 +27,13 @@ def _has_autocast(kind: str) -> bool:
 
 # torch.compiler.assume_constant_result, which would import torch._dynamo: that of torch 2.11 cannot trace the call
 _has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def scale_input(x: Tensor, w: AffineQuantizedTensor) -> tuple[Tensor, AffineQuantizedTensor]:
+    """x [.., K] times the weight's ``pre_scale``, in x's dtype, and the weight without it: what its kernels see."""
+    if w._pre_scale is None:
+        return x, w
+    return (x * w._pre_scale).to(x.dtype), w.with_(pre_scale=None)
 
 
 def quantize_activation(

@@ -162,6 +162,8 @@ def _weight(w: Tensor, dtype: torch.dtype) -> tuple[IntLinear, Operand]:
         raise Refusal(f"needs a weight on the CPU that is not transposed: {case}")
     if w._perm is not None:
         raise Refusal("needs a weight whose channels are not permuted")
+    if w._pre_scale is not None:
+        raise Refusal("needs a weight without a pre_scale, by which its input is multiplied (AWQ, SmoothQuant)")
     verdict = int_linear._accepts(case)
     if verdict is not True:
         raise Refusal(str(verdict))

@@ -46,6 +46,9 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
         raise misfit("embedding", index, w, "indices must be int32 or int64, the table [rows, width], on one device")
     if not isinstance(w, QT) or w.axes is not None:
         return dequantized(func, args, kwargs)
+    if w._pre_scale is not None:
+        rows = _embedding(func, (w.with_(pre_scale=None), *args[1:]), kwargs)
+        return (rows * w._pre_scale).to(w.dtype)
     case = case_of(w)
     kernel = select("embedding", case)
     if not reorders(kernel, case):

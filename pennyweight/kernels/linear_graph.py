@@ -16,6 +16,7 @@ from torch import Tensor
 from ..core.tensor import AffineQuantizedTensor
 from ..core.tracing import untraced
 from ..support.import_hooks import after_import
+from .activation import scale_input
 from .bind_linear import Run, bind_kernel, unreadable
 from .graph_weight import LIBRARY, flatten, key_of, nest, parse_key, weight_of
 from .table import Bound, Case, case_of, get_kernel, select
@@ -27,7 +28,8 @@ LIBRARY.define("linear_grad_input(Tensor grad, Tensor[] parts, str key) -> Tenso
 
 
 def traced_linear(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
-    """``linear`` as one op on plain tensors."""
+    """``linear`` as one op on plain tensors. A ``pre_scale`` is a product before it, which a compiler fuses."""
+    x, w = scale_input(x, w)
     with untraced():
         key = graph_key(w, x.dtype)
     return torch.ops.pennyweight.linear.default(x, flatten(w)[0], bias, key)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..core.numerics import permute_last_axis
 from ..core.tensor import SLOTS, AffineQuantizedTensor, implements
 from ..core.tracing import in_memory
+from .activation import scale_input
 from .aten_operands import dequantized, meta_result, misfit
 from .graph_weight import LIBRARY, flatten, key_of, parse_key, weight_of
 from .linear import linear, run_linear
@@ -146,6 +147,7 @@ def _bmm(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _batch(x: Tensor, w: QT, ends: Tensor | None) -> Tensor:
     """x [E, M, K] @ w [E, N, K].T per batch, or with ``ends`` a grouped product of x [T, K] with those group ends."""
+    x, w = scale_input(x, w)
     case = case_of(w, x.dtype)
     kernel = select("bmm", case)
     if reorders(kernel, case):

@@ -30,6 +30,7 @@ class Case:
     device  what it runs on: "cpu", "cuda:sm_90", see target.py
     perm    whether the contracted axis is permuted. Kernels do not handle this: the caller permutes the input (or for
             an embedding, the result)
+    pre_scale  whether the weight has a ``pre_scale``. Kernels do not handle this either: the caller scales
     """
 
     spec: QuantSpec
@@ -38,10 +39,12 @@ class Case:
     dtype: torch.dtype
     device: str
     perm: bool = False
+    pre_scale: bool = False
 
     def __str__(self) -> str:
         act = "" if self.act is None else f", activation {self.act}"
         act = f" with permuted channels{act}" if self.perm else act
+        act = f" with a scaled input{act}" if self.pre_scale else act
         return f"weight {list(self.shape)} {self.spec}{act}, {str(self.dtype).removeprefix('torch.')} on {self.device}"
 
 
@@ -118,6 +121,8 @@ class Kernel:
             verdict = _takes_reordered(self.op, case)
             if verdict is not True:
                 return verdict or "rejected"
+        if case.pre_scale and self.rank >= 0 and self.op not in ("linear", "bmm", "embedding"):
+            return "the weight has a pre_scale"
         verdict = self.accepts(case)
         if verdict is not True:
             return verdict or "rejected"
@@ -216,7 +221,8 @@ def select(op: str, case: Case, *, any_layout: bool = False) -> Kernel:
 def case_of(w: AffineQuantizedTensor, dtype: torch.dtype | None = None) -> Case:
     """The case of a weight. Symbolic sizes of a trace become numbers, because a weight's sizes are static."""
     shape = tuple(int(n) for n in w.stored_shape)
-    return Case(w.spec, w.act, shape, dtype or w.dtype, target_of(w.device), w._perm is not None)
+    perm, pre_scale = w._perm is not None, w._pre_scale is not None
+    return Case(w.spec, w.act, shape, dtype or w.dtype, target_of(w.device), perm, pre_scale)
 
 
 def moved(case: Case, target: str) -> Case:

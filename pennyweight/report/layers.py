@@ -37,7 +37,9 @@ class Pair:
         if not isinstance(w, AffineQuantizedTensor):
             return ""
         act = "" if w.act is None else f" × {w.act}"
-        return f"{w.spec.with_(layout='plain')}{' perm' if w.perm is not None else ''}{act}"
+        order = " perm" if w.perm is not None else ""
+        scaled = " pre_scale" if w.pre_scale is not None else ""
+        return f"{w.spec.with_(layout='plain')}{order}{scaled}{act}"
 
     @property
     def short(self) -> str:

@@ -203,6 +203,7 @@ def _stored(folder: str, name: str) -> Quantization:
             scheme = short = ""
             if meta is not None:
                 scheme = f"{meta.spec.with_(layout='plain')}{' perm' if meta.perm else ''}"
+                scheme += " pre_scale" if meta.pre_scale else ""
                 scheme += "" if meta.act is None else f" × {meta.act}"
                 short = shorten(meta.spec, meta.act)
             unknown = count * stored.kind.dtype.itemsize  # its size before quantization

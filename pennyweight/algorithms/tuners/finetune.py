@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...core import blocks
 from ...core.model_arguments import check_arguments
-from ...core.numerics import Parts, dequantize, part_value
+from ...core.numerics import Parts, dequantize, part_value, to_stored
 from ...core.qparams import Params
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
@@ -106,14 +106,15 @@ def _improve(
     why = why or ("learned format" if w.spec.format.kind == "learned" else "")
     f = None
     if hessian is not None and not why:
-        h = hessian[0] if w.perm is None else hessian[0][w.perm][:, w.perm]
+        h = hessian[0] if w.pre_scale is None else hessian[0] * w.pre_scale * w.pre_scale.unsqueeze(1)
+        h = h if w.perm is None else h[w.perm][:, w.perm]
         f = inverse_cholesky(h, damping, True)
         why = "" if f is not None else "the Hessian is not positive definite at any damping"
     if why or f is None:
         return _row(where, w, None, None, f"{why}; unchanged")
     x = original.float() if w.axes is None else original.float().t()
-    x = x if w.perm is None else x[:, w.perm]
-    spec, shape, parts = w.spec.with_(layout="plain"), x.shape, w.plain_parts()._replace(perm=None)
+    x = to_stored(x, w.perm, w.pre_scale)
+    spec, shape, parts = w.spec.with_(layout="plain"), x.shape, w.plain_parts()._replace(perm=None, pre_scale=None)
     part_shape = blocks.counts(spec.block, shape)
     stored = Params(
         _stored(parts.scale, spec.scale, part_shape), parts.zero_point, _stored(parts.offset, spec.offset, part_shape)
@@ -133,7 +134,8 @@ def _improve(
     if best.grid is not g:
         kept = {"scale": best.grid.chosen.scale, "offset": best.grid.chosen.offset}
         parts = parts._replace(**{s: v.to(getattr(spec, s)) for s, v in kept.items() if v is not None})
-    new = w.with_(parts=parts._replace(perm=w.perm), spec=spec, readonly=False).to_layout(w.spec.layout)
+    parts = parts._replace(perm=w.perm, pre_scale=w.pre_scale)
+    new = w.with_(parts=parts, spec=spec, readonly=False).to_layout(w.spec.layout)
     value = nn.Parameter(new, requires_grad=w.requires_grad)
     for place in where:
         place.set(value)

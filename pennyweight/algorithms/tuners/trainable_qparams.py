@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core import blocks
-from ...core.numerics import part_value, permute_last_axis, stored_value, unpermute_last_axis
+from ...core.numerics import part_value, stored_value, to_stored, unpermute_last_axis
 from ...core.qparams import Params
 from ...core.rounding_interval import clamp_to_interval
 from ...core.tensor import AffineQuantizedTensor
@@ -52,7 +52,7 @@ class TrainableWeight:
         f, axes = self.spec.format, self.plain.axes
         weight = weight.detach().float()
         weight = weight if axes is None else weight.permute(sorted(range(weight.ndim), key=axes.__getitem__))
-        weight = blocks.pad(permute_last_axis(weight, self.parts.perm), self.spec.block)
+        weight = blocks.pad(to_stored(weight, self.parts.perm, self.parts.pre_scale), self.spec.block)
         codes, params = self._view(self.parts.codes), self._params()
         self.was = f.decode(codes, torch.float32)
         off = self._view(weight) - stored_value(codes, self.spec, params)
@@ -79,6 +79,8 @@ class TrainableWeight:
             x = x.narrow(axis, 0, n)
         if self.parts.perm is not None:
             x = unpermute_last_axis(x, self.parts.perm)
+        if self.parts.pre_scale is not None:
+            x = x * self.parts.pre_scale
         return (x if self.plain.axes is None else x.permute(self.plain.axes)).to(self.w.dtype)
 
     def _params(self) -> Params:

@@ -26,7 +26,7 @@ from ..distributed_hooks import answer
 from ..formats import E8M0
 from ..layouts import get_layout
 from ..load_state_dict import warn_of_copy
-from ..numerics import part_value, permute_last_axis, quantize
+from ..numerics import part_value, quantize, to_stored
 from ..qparams import Params, choose
 from ..spec import DTYPES, QuantSpec
 from ..tensor import ATEN, FUNCTIONS, AffineQuantizedTensor, check_finite, implements
@@ -80,7 +80,7 @@ def write_(target: QT, value: Tensor, *, update: bool = False) -> QT:
         return target
     if target.axes is not None:
         value = value.permute([target.axes.index(i) for i in range(len(target.axes))])
-    value = permute_last_axis(value, target._perm)
+    value = to_stored(value, target._perm, target._pre_scale)
     spec = target.spec.with_(layout="plain")
     if stochastic is None:
         plain = quantize(value, spec, params=_kept(target, value, spec, update))
@@ -227,7 +227,8 @@ def check_writable(target: QT) -> None:
 
 
 def copy_parts_(target: QT, source: QT) -> None:
-    """Copy parts bit for bit; both have the same spec and layout. A ``perm`` that source lacks is left unchanged."""
+    """Copy parts bit for bit; both have the same spec and layout. A ``perm`` or ``pre_scale`` that source lacks is left
+    unchanged."""
     for part, other in zip(target.parts, source.parts, strict=True):
         if isinstance(part, QT):
             copy_parts_(part, other)
@@ -248,7 +249,7 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Any:
         isinstance(source, QT)
         and source.spec.with_(layout="plain") == target.spec.with_(layout="plain")
         and (source.shape, source.axes) == (target.shape, target.axes)
-        and (source._perm is None) == (target._perm is None)
+        and (source._perm is None, source._pre_scale is None) == (target._perm is None, target._pre_scale is None)
     ):
         check_writable(target)
         if source.act != target.act:

@@ -17,11 +17,10 @@ from torch.utils._python_dispatch import return_and_correct_aliasing as _view
 from .. import blocks, device_hooks
 from ..layouts import READABLE, get_layout, portable_layout
 from ..spec import DTYPES
-from ..tensor import FUNCTIONS, AffineQuantizedTensor, each_part, implements
+from ..tensor import FUNCTIONS, VALUE_SLOTS, AffineQuantizedTensor, each_part, implements
 
 aten = torch.ops.aten
 QT = AffineQuantizedTensor
-VALUE_SLOTS = ("codes", "scale", "zero_point", "offset")
 
 
 def map_parts(w: QT, fn: Callable[[Any], Any], **changes: Any) -> QT:
@@ -102,7 +101,7 @@ def if_consistent(w: Any) -> Any:
         return w
     shape = w.stored_shape
     ok = w._scale is None or tuple(w._scale.shape) == blocks.counts(w.spec.block, shape)
-    ok = ok and (w._perm is None or tuple(w._perm.shape) == tuple(shape[-1:]))
+    ok = ok and all(p is None or tuple(p.shape) == tuple(shape[-1:]) for p in (w._perm, w._pre_scale))
     if w.spec.layout == "plain":
         ok = ok and tuple(w._codes.shape) == w.spec.codes_shape(shape)
     return w if ok else NotImplemented

@@ -33,7 +33,7 @@ def slice_axis(w: QT, dim: int, start: int, stop: int, step: int = 1) -> Any:
     """w[.., start:stop:step, ..] along logical ``dim``, quantized; NotImplemented if that cuts through blocks or along
     an axis reordered by ``perm``.
 
-    The result is read-only if it shares a scale with elements outside it, or a ``perm``.
+    The result is read-only if it shares a scale with elements outside it, a ``perm`` or a ``pre_scale``.
     """
     axis, n = stored_axis(w, dim), w.shape[dim]
     start, stop = (max(0, i + n) if i < 0 else min(i, n) for i in (start, stop))
@@ -44,6 +44,10 @@ def slice_axis(w: QT, dim: int, start: int, stop: int, step: int = 1) -> Any:
 
 
 def _cut(w: QT, axis: int, start: int, stop: int, step: int, shape: tuple[int, ...]) -> Any:
+    if w._pre_scale is not None:
+        pre = w._pre_scale if axis != w.ndim - 1 else aten.slice(w._pre_scale, 0, start, stop, step)
+        out = _cut(w.with_(pre_scale=None, readonly=True), axis, start, stop, step, shape)
+        return out if out is NotImplemented else out.with_(pre_scale=pre)
     if w._perm is not None:
         if axis == w.ndim - 1:
             return NotImplemented
@@ -149,24 +153,30 @@ def concatenate(tensors: Sequence[Any], dim: int) -> Any:
     shared by more than one of them, or a float tensor among them. At least one is quantized."""
     first = next(t for t in tensors if isinstance(t, QT))
     axis, d = stored_axis(first, dim), dim % first.ndim
+    if axis == first.ndim - 1 and all(isinstance(t, QT) and t._pre_scale is not None for t in tensors):
+        out = concatenate([t.with_(pre_scale=None) for t in tensors], dim)
+        return out if out is NotImplemented else out.with_(pre_scale=torch.cat([t._pre_scale for t in tensors]))
     if not all(
         isinstance(t, QT)
         and (t.act, t.axes, t.dtype, t.ndim) == (first.act, first.axes, first.dtype, first.ndim)
         and with_shape(t.shape, d, 0) == with_shape(first.shape, d, 0)
         and all(map(_same, t.parts[4:], first.parts[4:]))
         for t in tensors
-    ) or (first._perm is not None and axis == first.ndim - 1):  # fmt: skip
+    ) or (axis == first.ndim - 1 and (first._perm is not None or first._pre_scale is not None)):  # fmt: skip
         return NotImplemented
     out = _join(tensors, axis, with_shape(first.shape, d, sum(t.shape[d] for t in tensors)))
     if out is NotImplemented:
         return out
-    if out._perm is not None:
-        out = out.with_(perm=out._perm.clone())
-    if out._table is not None:
-        out = out.with_(table=out._table.clone())
+    out = _with_own(out)
     if first.spec.layout == "plain":
         return out
     return out.to_layout(portable_layout(out.spec))
+
+
+def _with_own(w: QT) -> QT:
+    """w with copies of the parts that belong to the whole tensor."""
+    whole = {slot: p.clone() for slot in ("perm", "table", "pre_scale") if (p := getattr(w, f"_{slot}")) is not None}
+    return w.with_(**whole) if whole else w
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
@@ -263,13 +273,12 @@ def _index(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _pick(w: QT, axis: int, picks: Tensor) -> Any:
-    if w._perm is not None:
-        if axis == w.ndim - 1:
-            return NotImplemented
-        w = w.with_(perm=w._perm.clone())
-    if w._table is not None:
-        w = w.with_(table=w._table.clone())
-    w = to_sliceable(w)
+    if w._pre_scale is not None and axis == w.ndim - 1:
+        out = _pick(w.with_(pre_scale=None), axis, picks)
+        return out if out is NotImplemented else out.with_(pre_scale=w._pre_scale[picks])
+    if w._perm is not None and axis == w.ndim - 1:
+        return NotImplemented
+    w = to_sliceable(_with_own(w))
     if shares_codes(w, axis):
         return NotImplemented
     if axis == w.ndim - 1:

@@ -90,6 +90,8 @@ def drop_axis(w: QT, axis: int) -> Any:
     if shares_codes(w, axis):
         return NotImplemented
     if axis == w.ndim - 1:
+        if w._pre_scale is not None:
+            return NotImplemented
         w = to_unpacked(w).with_(perm=None)  # a single entry has only one order
     block = w.spec.block
     if block is not None:
@@ -151,7 +153,7 @@ def _expand(func: Any, args: Any, kwargs: Any) -> Any:
 def _expanded(w: QT, shape: tuple[int, ...]) -> Any:
     stored = stored_shape(shape, w.axes)
     if stored[-1] != w.stored_shape[-1]:
-        if shares_codes(w, w.ndim - 1):
+        if shares_codes(w, w.ndim - 1) or w._pre_scale is not None:
             return NotImplemented
         w = to_unpacked(w).with_(perm=None)
     part_shape = blocks.counts(w.spec.block, stored)
@@ -217,7 +219,9 @@ def reshape_leading_axes(w: QT, shape: tuple[int, ...]) -> Any:
     else:
         count = math.prod(old[:lead])
         new = next((i for i in range(len(shape) + 1) if math.prod(shape[:i]) == count), -1)
-        if not single or new < 0 or new == len(shape) or w._perm is not None or shares_codes(w, w.ndim - 1):
+        if not single or new < 0 or new == len(shape) or shares_codes(w, w.ndim - 1):
+            return NotImplemented
+        if w._perm is not None or w._pre_scale is not None:
             return NotImplemented
         block = None if w.spec.block is None else (-1,) * (len(shape) - new)
         w = to_unpacked(w)

@@ -65,7 +65,8 @@ def _stack(name: str, experts: Mapping[int, tuple[str, StoredTensor]]) -> Stored
         raise CheckpointError(None, name, f"expert {missing} is missing; there are {count}, up to {max(experts)}")
     tensors = [experts[i][1] for i in range(count)]
     kind = tensors[0].kind
-    if len(kind.shape) != 2 or (isinstance(kind, Meta) and (kind.axes is not None or kind.perm or kind.act)):
+    changed = isinstance(kind, Meta) and (kind.axes is not None or kind.perm or kind.pre_scale or kind.act is not None)
+    if len(kind.shape) != 2 or changed:
         raise CheckpointError(
             None, experts[0][0], "is an expert with permuted or transposed weights, or quantized inputs, which cannot "
             "be stacked; convert to='float' first"

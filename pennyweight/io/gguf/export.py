@@ -207,12 +207,13 @@ def planned_as(name: str, hf: str, stored: StoredTensor, wanted: BlockType | Non
             return Planned(hf, stored, type_, "copied", f"{stored.shown}, as {same_}")
         type_, why = _divides(wanted, n)
         return Planned(hf, stored, type_, "quantized", why.removeprefix("; "))
-    same = [t for t in TYPES.values() if t.pack is not None and t.spec == meta.spec and not meta.perm]
+    as_stored = not (meta.perm or meta.pre_scale)
+    same = [t for t in TYPES.values() if t.pack is not None and t.spec == meta.spec and as_stored]
     if same and (wanted is None or wanted in same):
         first = next((TYPES[t] for t in _IN_ORDER if TYPES[t] in same), same[0])
         return Planned(hf, stored, wanted or first, "exact", "exact")
     if wanted is None:
-        for ask in ("exact", "rounded") if not meta.perm else ():
+        for ask in ("exact", "rounded") if as_stored else ():
             for type_ in (TYPES[t] for t in _IN_ORDER):
                 if n % type_.elements == 0 and conversion_kind(meta.spec, meta.shape, type_.spec) == ask:
                     note = "exact" if ask == "exact" else f"the codes of {meta.spec}, scales rounded"

@@ -121,6 +121,11 @@ def _check(row: PlanRow) -> None:
             f"{row.name} is already quantized, as {row.tensor.spec.with_(layout='plain')}; prepare with that spec, or "
             "call dequantize_(model) first"
         )
+    if isinstance(row.tensor, AffineQuantizedTensor) and row.tensor.pre_scale is not None:
+        raise PlanError(
+            f"{row.name} scales its input (pre_scale, of AWQ or SmoothQuant), which training does not keep; call "
+            "dequantize_(model) first"
+        )
     for place in row.places:
         module, kind = place.module, type(place.module).__name__
         if "forward" in module.__dict__:

@@ -50,8 +50,8 @@ FILE_VIEWS: tuple[Any, ...] = (
 
 
 def find_view(w: AffineQuantizedTensor) -> Any:
-    """The first view that can represent w, or None; no torchao class supports permuted channels."""
-    return next((view for view in FILE_VIEWS if view.holds(w)), None) if w.perm is None else None
+    """The first view that can represent w, or None."""
+    return next((view for view in FILE_VIEWS if view.represents(w)), None)
 
 
 def _find_file_view(w: AffineQuantizedTensor) -> Any:
@@ -68,6 +68,7 @@ def view_of(w: AffineQuantizedTensor) -> Any:
             f"torchao has no tensor class for {w.spec.with_(layout='plain')} of shape {tuple(w.shape)}"
             + ("" if w.act is None else f" with activation {w.act}")
             + ("" if w.perm is None else " with permuted channels")
+            + ("" if w.pre_scale is None else " with a pre_scale")
             + ("" if w.axes is None else ", transposed")
             + "; save it with pennyweight.save"
         )
@@ -254,18 +255,13 @@ def flatten_tensor_state_dict(tensors_dict: Mapping[str, Tensor]) -> tuple[dict[
     """
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
-    for name, given in tensors_dict.items():
-        tensor, pre = given, None
-        if not isinstance(given, AffineQuantizedTensor) and hasattr(given, "act_pre_scale"):
-            tensor, pre = given.original_weight_tensor, given.act_pre_scale  # of AWQ or SmoothQuant
+    for name, tensor in tensors_dict.items():
         if isinstance(tensor, AffineQuantizedTensor):
             try:
                 view = view_of(tensor)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
-            if pre is not None and "act_pre_scale" not in view.optional_tensor_data_names:
-                raise ValueError(f"{name}: torchao's {view.__name__} has no act_pre_scale; save it with torch.save")
-            taken = view.take(tensor) if pre is None else {**view.take(tensor), "act_pre_scale": pre}
+            taken = view.take(tensor)
             described = _described(view, taken)
             for part in described["_tensor_data_names"]:
                 tensors[_prefix(name) + part] = taken[part].detach().clone().contiguous()

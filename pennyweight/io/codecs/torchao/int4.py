@@ -12,7 +12,17 @@ from ....core.formats import UINT4
 from ....core.numerics import Parts
 from ....core.spec import QuantSpec
 from ....core.tensor import AffineQuantizedTensor as QT
-from .tensor_class import View, block_of, block_size, int_codes, part, plain_codes, pre_scaled, whole
+from .tensor_class import (
+    View,
+    act_pre_scale_of,
+    block_of,
+    block_size,
+    int_codes,
+    part,
+    plain_codes,
+    whole,
+    with_pre_scale,
+)
 
 __all__ = ["Int4OpaqueTensor", "Int4Tensor", "packed_by_aten"]
 
@@ -62,7 +72,7 @@ class Int4Tensor(View):
         w = int_codes(
             codes, scale.t().contiguous(), zero_point.t().contiguous(), block_size, scale.dtype, 0, 15, real=True
         )
-        return pre_scaled(w, act_pre_scale)
+        return with_pre_scale(w, act_pre_scale)
 
     @staticmethod
     def take(w: QT) -> dict[str, Any]:
@@ -72,7 +82,7 @@ class Int4Tensor(View):
         return {
             "qdata": _pack_nibbles(plain_codes(w).to(torch.int8) - 8), "scale": scale.t().contiguous(),
             "zero_point": offset.t().contiguous(), "block_size": block_size(w), "shape": w.shape,
-            "act_pre_scale": None, "activation_dtype": torch.bfloat16,
+            "act_pre_scale": act_pre_scale_of(w), "activation_dtype": torch.bfloat16,
         }  # fmt: skip
 
 
@@ -121,12 +131,13 @@ class Int4OpaqueTensor(View):
                 "quantize the float model with Int8DynamicActivationInt4WeightConfig"
             )
         w = packed_by_aten(qdata, scale_and_zero, block_size, shape, scale_and_zero.dtype)
-        return pre_scaled(w, act_pre_scale)
+        return with_pre_scale(w, act_pre_scale)
 
     @staticmethod
     def take(w: QT) -> dict[str, Any]:
         packed = w.to_layout("torch_int4")
         return {
             "qdata": packed.parts.codes, "scale_and_zero": packed.parts.scale, "block_size": block_size(w),
-            "shape": w.shape, "act_pre_scale": None, "qzeros": None, "compensation": None, "act_mapping_type": None,
+            "shape": w.shape, "act_pre_scale": act_pre_scale_of(w), "qzeros": None, "compensation": None,
+            "act_mapping_type": None,
         }  # fmt: skip

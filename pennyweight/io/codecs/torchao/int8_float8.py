@@ -19,14 +19,15 @@ from .enums import Float8MMConfig, KernelPreference
 from .tensor_class import (
     FLOAT8,
     View,
+    act_pre_scale_of,
     block_of,
     block_size,
     float_codes,
     int_codes,
     part,
     plain_codes,
-    pre_scaled,
     whole,
+    with_pre_scale,
     zero_points,
 )
 
@@ -142,7 +143,7 @@ class Int8Tensor(View):
         w = int_codes(
             qdata, scale, zero_point, block_size, dtype, lo, hi, act=act, act_scale=static, act_zero_point=zero
         )
-        return pre_scaled(w, act_pre_scale)
+        return with_pre_scale(w, act_pre_scale)
 
     @staticmethod
     def take(w: QT) -> dict[str, Any]:
@@ -158,7 +159,7 @@ class Int8Tensor(View):
             "block_size": block_size(w),
             "dtype": w.dtype, "act_quant_scale": None if w.act_scale is None else w.act_scale.reshape(-1, *ones[1:]),
             "act_quant_zero_point": None if w.act_zero_point is None else w.act_zero_point.reshape(ones),
-            "act_pre_scale": None, "act_quant_kwargs": kwargs, "reduce_range": w.spec.format is INT7,
+            "act_pre_scale": act_pre_scale_of(w), "act_quant_kwargs": kwargs, "reduce_range": w.spec.format is INT7,
         }  # fmt: skip
 
 

@@ -160,7 +160,7 @@ def _check_shapes(name: str, described: Mapping[str, Any], pieces: Mapping[str, 
     if kind == "Int4Tensor":
         counts = counts[::-1]
     for stored, piece in pieces.items():
-        if not stored.endswith(("_scale", "_zero_point")) or piece.numel() == 1:
+        if not stored.endswith(("_scale", "_zero_point")) or stored.endswith("_act_pre_scale") or piece.numel() == 1:
             continue  # activations and per-tensor scales have one number
         if [n for n in piece.shape if n != 1] != [n for n in counts if n != 1]:
             raise ValueError(f"{stored} is {list(piece.shape)}, expected {list(counts)}")
@@ -168,11 +168,6 @@ def _check_shapes(name: str, described: Mapping[str, Any], pieces: Mapping[str, 
 
 def _checked(path: str, name: str, w: Tensor) -> Tensor:
     """Validate a quantized tensor."""
-    if hasattr(w, "act_pre_scale") and not isinstance(w, AffineQuantizedTensor):
-        raise CheckpointError(
-            path, name, "its input is scaled first (act_pre_scale of AWQ or SmoothQuant), which pennyweight's files "
-            "do not hold; load it with torchao's unflatten_tensor_state_dict or torch.load, and load_state_dict"
-        )  # fmt: skip
     if isinstance(w, AffineQuantizedTensor):
         try:
             pack(name, w, describe(name, w))

@@ -161,20 +161,22 @@ def ready(w: Any) -> Any:
     return prepare(w) if w.ndim == 2 and w.axes is None and not w.is_meta else w
 
 
-# (weight, act_pre_scale) -> the weight with its input scaled first. pennyweight_torchao has such a tensor and sets it
-PRE_SCALED: list[Callable[[Tensor, Tensor], Any]] = []
-
-
-def pre_scaled(w: AffineQuantizedTensor, act_pre_scale: Tensor | None) -> Any:
-    """w, with its input multiplied by ``act_pre_scale`` if that is not None. Raises ValueError if nothing holds it."""
+def with_pre_scale(w: AffineQuantizedTensor, act_pre_scale: Tensor | None) -> AffineQuantizedTensor:
+    """w with torchao's factor of its input: one number per channel, or one for all. Raises ValueError for others."""
     if act_pre_scale is None:
         return w
-    if not PRE_SCALED:
+    k = w.shape[-1]
+    if act_pre_scale.numel() not in (1, k) or not act_pre_scale.is_floating_point():
         raise ValueError(
-            "its input is scaled first (act_pre_scale of AWQ or SmoothQuant), which pennyweight's tensors do not hold; "
-            "import pennyweight_torchao, then torchao's unflatten_tensor_state_dict or torch.load reads it"
+            f"act_pre_scale must have one number per input channel, [{k}], got {act_pre_scale.dtype} "
+            f"{list(act_pre_scale.shape)}"
         )
-    return PRE_SCALED[0](ready(w), act_pre_scale)
+    return w.with_(pre_scale=act_pre_scale.float().reshape(-1).expand(k).contiguous())
+
+
+def act_pre_scale_of(w: AffineQuantizedTensor) -> Tensor | None:
+    """The factor of the input in torchao's classes."""
+    return None if w.pre_scale is None else w.pre_scale.to(w.dtype)
 
 
 # -- views -------------------------------------------------------------------------------------------------------------
@@ -217,10 +219,7 @@ class ViewMeta(ShellMeta):
     """isinstance() tests whether the view can represent a tensor."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        if "act_pre_scale" in cls.optional_tensor_data_names and not isinstance(instance, AffineQuantizedTensor):
-            scaled = hasattr(instance, "act_pre_scale")
-            instance = getattr(instance, "original_weight_tensor", instance) if scaled else instance
-        return isinstance(instance, AffineQuantizedTensor) and instance.perm is None and cls.holds(instance)
+        return isinstance(instance, AffineQuantizedTensor) and cls.represents(instance)
 
 
 class View(Shell, metaclass=ViewMeta):
@@ -234,8 +233,14 @@ class View(Shell, metaclass=ViewMeta):
 
     @staticmethod
     def holds(w: AffineQuantizedTensor) -> bool:
-        """Whether this class of torchao can represent w."""
+        """Whether this class of torchao can represent w, but for the parts that :meth:`represents` looks at."""
         raise NotImplementedError
+
+    @classmethod
+    def represents(cls, w: AffineQuantizedTensor) -> bool:
+        """Whether this class of torchao can represent w. None of them supports permuted channels."""
+        scaled = w.pre_scale is None or "act_pre_scale" in cls.optional_tensor_data_names
+        return w.perm is None and scaled and cls.holds(w)
 
     @staticmethod
     def take(w: AffineQuantizedTensor) -> dict[str, Any]:
