@@ -30,6 +30,8 @@ _OLD_WEIGHTS = "quantize_ with Int8WeightOnlyConfig, Int8DynamicActivationInt8We
 _OBSERVED = "Int8StaticActivationInt8WeightConfig with pennyweight.quantize_(model, config, calibration=batches)"
 _TESTS = "your own tests: it was a test rig of torchao"
 _INTX = "IntxWeightOnlyConfig with torch.int1 to torch.int8"
+_CODES = "the encode and decode of pennyweight.get_format('e2m1'), 'e2m3', 'e3m2' or 'e8m0'; MXTensor.to_mx and NVFP4Tensor.to_nvfp4 quantize on every device"
+_SIZES = "MXTensor.to_mx, whose shape is that of the data"
 _HANDLER = "call the operator on the tensor: it handled one operator inside"
 
 # Path of a module, which stands for what is below it, too -> replacement.
@@ -69,7 +71,10 @@ MODULES: dict[str, str] = {
     "prototype.inductor": "torch.compile: its graphs hold pennyweight's products as operators, so no pass has to find them; pennyweight.fuse_ joins layers",
     "prototype.moe_quant": "pennyweight.quantize_, which quantizes the weights of experts [E, N, K]",
     "prototype.moe_training": _GROUPED,
+    "prototype.mx_formats.constants": "pennyweight.get_format",
+    "prototype.mx_formats.custom_cast": _CODES,
     "prototype.mx_formats.fp_format_spec": "pennyweight.get_format",
+    "prototype.mx_formats.kernels": _CODES,
     "prototype.mx_formats.mx_funcs": _HANDLER,
     "prototype.mx_formats.mx_ops": _HANDLER,
     "prototype.paretoq": _QAT,
@@ -165,6 +170,11 @@ NAMES: dict[str, str] = {
     ),
     "float8.fsdp_utils.*": "fully_shard(model), which gathers weights in their own dtype",
     "kernel.*": _GPU,
+    **dict.fromkeys(["FromMXConstrFunc", "ToMXConstrFunc"], "MXTensor.to_mx and dequantize; pennyweight.QATConfig trains"),
+    **dict.fromkeys(
+        ["tensor_size_fp4x2_to_hp", "tensor_size_fp6x4_to_hpx3", "tensor_size_hp_to_fp4x2", "tensor_size_hpx3_to_fp6x4"], _SIZES
+    ),
+    "maybe_dtensor_to_blocked": "to_blocked(t.full_tensor())",
     "ops.*": "F.linear with a quantized weight: these operators are those of torchao's own kernels and their packings",
     "experimental.quant_api.*": "the configs of torchao.quantization, which run everywhere",
     "prototype.dtypes.*": _INTX,

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from pennyweight.io.codecs.torchao.mx import DTYPE_TO_SHORT_STR, element
+
 from ..enums import KernelPreference, MXGemmKernelChoice
-from .constants import DTYPE_TO_SHORT_STR, element
 
 __all__ = ["_validate_elem_dtype", "_validate_gemm_kernel_choice", "_validate_kernel_preference"]
 

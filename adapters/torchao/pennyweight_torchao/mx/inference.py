@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor
-from pennyweight.io.codecs.torchao.mx import E8M0_SCALE
+from pennyweight.io.codecs.torchao.mx import (
+    BLOCK_SIZE_DEFAULT,
+    DTYPE_FP6_E2M3,
+    DTYPE_FP6_E3M2,
+    DTYPE_TO_SHORT_STR,
+    E8M0_SCALE,
+    element,
+)
 from pennyweight.planning import configs as ours
 from pennyweight.planning.granularity import PerGroup
 from pennyweight.planning.module_handlers import register_quantize_module_handler
@@ -21,7 +28,6 @@ from pennyweight.quantize.pipeline import Pipeline
 
 from ..enums import MXGemmKernelChoice, NVFP4MMConfig, QuantizationStep
 from .checks import check_kernel_choice
-from .constants import BLOCK_SIZE_DEFAULT, DTYPE_FP6_E2M3, DTYPE_FP6_E3M2, DTYPE_TO_SHORT_STR, element
 from .mx_tensor import MXTensor
 from .observers import NVFP4ObservedLinear, StaticSteps
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pennyweight.core.spec import QuantSpec
-from pennyweight.io.codecs.torchao.mx import E8M0_SCALE
+from pennyweight.io.codecs.torchao.mx import BLOCK_SIZE_DEFAULT, DTYPE_TO_SHORT_STR, E8M0_SCALE, element
 from pennyweight.planning.configs import AOBaseConfig
 from pennyweight.planning.module_handlers import register_quantize_module_handler
 from pennyweight.training import Gemm, LowPrecisionLinear, Operand, Recipe
@@ -24,7 +24,6 @@ from pennyweight.training.low_precision.functional import linear
 
 from ..enums import MXGemmKernelChoice, MXLinearRecipeName
 from .checks import check_kernel_choice
-from .constants import BLOCK_SIZE_DEFAULT, DTYPE_TO_SHORT_STR, element
 from .inference import MXInferenceLinear, MXInferenceLinearConfig
 
 __all__ = [
