@@ -28,6 +28,7 @@ _PACKED = "a config of the same width; weights are packed for the processor that
 _CODEBOOK = 'pennyweight.quantize_(model, config, algorithm="kmeans") with a learned table of 1 to 4 bits'
 _OLD_WEIGHTS = "quantize_ with Int8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig or Int4WeightOnlyConfig"
 _OBSERVED = "Int8StaticActivationInt8WeightConfig with pennyweight.quantize_(model, config, calibration=batches)"
+_FAKE = "an observer or FakeQuantize of quantization.pt2e with the arguments that you need, by with_args; quantize_ with pennyweight.QATConfig learns scales"
 _TESTS = "your own tests: it was a test rig of torchao"
 _INTX = "IntxWeightOnlyConfig with torch.int1 to torch.int8"
 _CODES = "the encode and decode of pennyweight.get_format('e2m1'), 'e2m3', 'e3m2' or 'e8m0'; MXTensor.to_mx and NVFP4Tensor.to_nvfp4 quantize on every device"
@@ -106,6 +107,12 @@ MODULES: dict[str, str] = {
     "quantization.linear_activation_weight_observed_tensor": _OBSERVED,
     "quantization.marlin_qqq": "Int8DynamicActivationInt4WeightConfig",
     "quantization.prototype.qat.affine_fake_quantized_tensor": _QAT,
+    "quantization.pt2e.constant_fold": "torch._inductor.constant_folding",
+    "quantization.pt2e.graph_utils": "torch.fx.passes.utils.source_matcher_utils.get_source_partitions",
+    "quantization.pt2e.learnable_fake_quantize": _FAKE,
+    "quantization.pt2e.quantizer.duplicate_dq_pass": "convert_pt2e, which copies dequantize for each user",
+    "quantization.pt2e.quantizer.port_metadata_pass": "convert_pt2e, which ports the metadata of nodes",
+    "quantization.pt2e.reference_representation_rewrite": "convert_pt2e(model, use_reference_representation=True)",
     "quantization.pt2e.inductor_passes": "pennyweight.lower; torch.compile, whose own passes fuse quantized layers",
     "quantization.qat.affine_fake_quantized_tensor": _QAT,
     "quantization.quantize_.int4_groupwise_preshuffle_tensor": "Int4WeightOnlyConfig",
@@ -183,7 +190,13 @@ NAMES: dict[str, str] = {
     "prototype.mx_formats.nvfp4_tensor.*": _HANDLER,
     "prototype.quantization.*": "UIntXWeightOnlyConfig; Int8DynamicActivationIntxWeightConfig",
     "prototype.quantization.quant_api.*": "UIntXWeightOnlyConfig; Float8StaticActivationFloat8WeightConfig",
-    "quantization.pt2e.convert.*": "convert_pt2e",
+    **dict.fromkeys(
+        [f"quantization.pt2e{end}.*" for end in ("", "._affine_quantization", ".fake_quantize", ".observer")], _FAKE
+    ),
+    **dict.fromkeys(["quantization.pt2e.convert.*", "quantization.pt2e.quantizer.*"], "convert_pt2e"),
+    **dict.fromkeys(["quantization.pt2e.export_utils.*", "quantization.pt2e.utils.*"], "torch.export and torch.fx: it was a helper of torchao's passes"),
+    "OperatorPatternType": "list[Callable[..., Any]]",
+    "get_x86_inductor_linear_dynamic_fp16_config": "get_default_x86_inductor_quantization_config",
     "quantization.quant_api.*": "register_quantize_module_handler",
 }  # fmt: skip
 

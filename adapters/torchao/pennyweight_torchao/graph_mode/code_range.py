@@ -115,16 +115,3 @@ def range_qparams(
         scale = range_scale(down, up, float(quant_max - quant_min), least)
         zero_point = zero_point_of(down, scale, quant_min, quant_max).to(torch.int)
     return torch.atleast_1d(scale), torch.atleast_1d(zero_point)
-
-
-def determine_qparams(
-    min_val: Tensor, max_val: Tensor, quant_min: int, quant_max: int, dtype: torch.dtype, eps: Tensor,
-    has_customized_qrange: bool, qscheme: torch.qscheme = torch.per_tensor_affine,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """:func:`range_qparams` in float64 and int64."""
-    if not check_min_max_valid(min_val, max_val):
-        return torch.tensor([1.0], device=min_val.device), torch.tensor([0], device=min_val.device)
-    scale, zero_point = range_qparams(
-        min_val, max_val, quant_min, quant_max, dtype, eps, has_customized_qrange, qscheme
-    )
-    return scale.to(torch.double), zero_point.to(torch.int64)
