@@ -109,7 +109,7 @@ _PRIMITIVES = "primitives format_primitives hqq qparams enums"
 _MX_TENSORS = "mx.mx_tensor mx.nvfp4_tensor"
 _NF4 = "nf4.tensor nf4.linear"
 _TENSORS = f"int8_float8_views int4_views {_NF4} {_MX_TENSORS}"
-_NF4_MODULE = f"{_NF4} nf4.parts nf4.operators nf4.handlers nf4.scalers"
+_NF4_MODULE = f"{_NF4} nf4.parts nf4.operators nf4.scalers"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
 _QAT_CONFIGS = "qat.configs qat.fake_quantize_configs"
 _QAT = f"{_QAT_CONFIGS} qat.fake_quantizers qat.linear qat.embedding qat.quantizers qat.steps"
@@ -130,7 +130,6 @@ _ROWS = (
     ("", ".", "quant_api"),
     ("", "utils", "tools hardware base_tensor dispatch"),
     ("", "_executorch_ops", "operators.decomposed"),
-    ("", "ops", "operators.registration"),
     ("core", ".", ""),
     ("core", "config", "config_json"),
     ("dtypes", ".", f"v0_8_aqt v0_8_layouts {_TENSORS}"),
@@ -176,7 +175,7 @@ _ROWS = (
     ("prototype.moe_training", ".", f"{_MOE} moe_training.weights"),
     ("prototype.moe_training", "config", "moe_training.config"),
     ("prototype.moe_training", "conversion_utils tensor", "moe_training.weights moe_training.config"),
-    ("prototype.moe_training", "fp8_grouped_mm mxfp8_grouped_mm mxfp8_linear scaled_grouped_mm", _MOE),
+    ("prototype.moe_training", "fp8_grouped_mm mxfp8_grouped_mm scaled_grouped_mm", _MOE),
     (
         "prototype.mx_formats",
         ". inference_workflow mx_subclass",

@@ -41,10 +41,9 @@ from .qparams import (
 __all__ = [
     "MappingType", "TorchAODType", "ZeroPointDomain", "_Round", "_choose_qparams_affine_dont_preserve_zero",
     "_choose_qparams_affine_tinygemm", "_dequantize_affine_no_zero_point", "_dequantize_affine_tinygemm",
-    "_do_fake_quantize_affine", "_fake_quantize_affine", "_fake_quantize_affine_cachemask",
-    "_quantize_affine_no_zero_point", "_quantize_affine_tinygemm", "choose_qparams_affine",
-    "choose_qparams_affine_with_min_max", "dequantize_affine", "fake_quantize_affine", "fake_quantize_affine_cachemask",
-    "quantize_affine",
+    "_fake_quantize_affine", "_fake_quantize_affine_cachemask", "_quantize_affine_no_zero_point",
+    "_quantize_affine_tinygemm", "choose_qparams_affine", "choose_qparams_affine_with_min_max", "dequantize_affine",
+    "fake_quantize_affine", "fake_quantize_affine_cachemask", "quantize_affine",
 ]  # fmt: skip
 
 VALUE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -258,17 +257,6 @@ def _fake_quantize_affine_cachemask(
         input, block_size, scale, zero_point, quant_dtype, quant_min, quant_max, zero_point_domain
     )
     return x, inside
-
-
-def _do_fake_quantize_affine(
-    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, quant_dtype: Any,
-    quant_min: float | None = None, quant_max: float | None = None,
-    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Codes in a float dtype, and the values they represent."""
-    return _steps_codes_values(
-        input, block_size, scale, zero_point, quant_dtype, quant_min, quant_max, zero_point_domain
-    )[1:]
 
 
 fake_quantize_affine = _fake_quantize_affine
