@@ -16,7 +16,7 @@ from pennyweight.core.spec import MXFP4, MXFP8
 from pennyweight.io.codecs.torchao.mx import SUPPORTED_ELEM_DTYPES, swap_halves
 from pennyweight_torchao.enums import KernelPreference, MXGemmKernelChoice, NVFP4MMConfig, ScaleCalculationMode
 from pennyweight_torchao.prototype.mx_formats import utils
-from pennyweight_torchao.prototype.mx_formats.config import _validate_elem_dtype, _validate_kernel_preference
+from pennyweight_torchao.prototype.mx_formats.config import _validate_kernel_preference
 from pennyweight_torchao.prototype.mx_formats.mx_tensor import (
     MXTensor,
     QuantizeTensorToMXKwargs,
@@ -304,9 +304,6 @@ def test_quantized_inputs() -> None:
 
 
 def test_checks_of_torchao() -> None:
-    _validate_elem_dtype("fp6_e2m3")
-    with pytest.raises(AssertionError, match="elem_dtype must be one of"):
-        _validate_elem_dtype(torch.bfloat16)
     _validate_kernel_preference(KernelPreference.AUTO, 32, torch.float8_e4m3fn)
     with pytest.raises(AssertionError, match=r"in blocks of 64; use KernelPreference\.EMULATED"):
         _validate_kernel_preference(KernelPreference.AUTO, 64, torch.float8_e4m3fn)

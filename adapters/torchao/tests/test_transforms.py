@@ -68,36 +68,8 @@ def test_the_table_of_handlers() -> None:
     assert Mine not in REGISTERED
 
 
-def test_constructors_are_inserted() -> None:
-    seen: list[Any] = []
-
-    def make(weight: torch.Tensor, scale: float, bias: Any = None) -> torch.Tensor:
-        seen.append(bias)
-        return weight * scale
-
-    one = layer()
-    want = one.weight * 2
-    transforms._get_linear_subclass_inserter(make, scale=2.0, propagate_bias=True, allow_requires_grad=True)(one)
-    assert torch.equal(one.weight, want)
-    assert one.weight.requires_grad
-    assert seen == [one.bias]
-
-    class Half:
-        @staticmethod
-        def from_float(weight: torch.Tensor) -> torch.Tensor:
-            return weight / 2
-
-    two = transforms._get_subclass_inserter(Half)(layer())
-    assert torch.equal(two.weight, layer().weight / 2)
-    assert not two.weight.requires_grad
-    with pytest.raises(NotImplementedError, match="unwrap_tensor_subclass"):
-        transforms._get_subclass_inserter(Half, True)
-
-
 def test_texts_and_filters() -> None:
     one = layer()
     assert transforms._quantization_type(one.weight).startswith("Tensor: <class")
     pw.quantize_(one, CONFIGS[0])
     assert transforms._quantization_type(one.weight).startswith("AffineQuantizedTensor(")
-    assert transforms._in_features_greater_than_16(one)
-    assert not transforms._in_features_greater_than_16(nn.ReLU())

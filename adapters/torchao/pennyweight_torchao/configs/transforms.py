@@ -35,10 +35,7 @@ _OF_TENSORS = (
     "_int8_dynamic_activation_intx_weight_quantize_tensor", "_int8_weight_only_quantize_tensor",
     "_intx_weight_only_quantize_tensor",
 )  # fmt: skip
-__all__ = [
-    "_QUANTIZE_CONFIG_HANDLER", "_get_linear_subclass_inserter", "_get_subclass_inserter",
-    "_in_features_greater_than_16", "_quantization_type",
-]  # fmt: skip
+__all__ = ["_QUANTIZE_CONFIG_HANDLER", "_quantization_type"]
 __all__.extend(_OF_MODULES + _OF_TENSORS)
 
 
@@ -98,42 +95,6 @@ class _Handlers(MutableMapping[type, Handler]):
 
 
 _QUANTIZE_CONFIG_HANDLER = _Handlers()
-
-
-# -- weights by a constructor ------------------------------------------------------------------------------------------
-
-
-def _get_linear_subclass_inserter(
-    constructor: Callable[..., Tensor], *, allow_requires_grad: bool = False, propagate_bias: bool = False,
-    **kwargs: Any,
-) -> Callable[[nn.Linear], nn.Linear]:  # fmt: skip
-    """A function that replaces a layer's weight by ``constructor(weight, **kwargs)``; with ``propagate_bias`` the
-    constructor also gets ``bias``."""
-
-    def insert(linear: nn.Linear) -> nn.Linear:
-        more = {**kwargs, "bias": linear.bias} if propagate_bias else kwargs
-        trains = allow_requires_grad and linear.weight.requires_grad
-        linear.weight = nn.Parameter(constructor(linear.weight, **more), requires_grad=trains)
-        return linear
-
-    return insert
-
-
-def _get_subclass_inserter(
-    cls: Any, enable_parametrization: bool = False, *, method: str = "from_float", **kwargs: Any
-) -> Callable[[nn.Linear], nn.Linear]:
-    """A function that replaces a layer's weight by ``cls.from_float(weight, **kwargs)``, or by another ``method``.
-
-    Raises NotImplementedError for ``enable_parametrization``: ``unwrap_tensor_subclass`` makes parametrizations.
-    """
-    if enable_parametrization:
-        raise NotImplementedError("enable_parametrization: call torchao.utils.unwrap_tensor_subclass(model) afterwards")
-    return _get_linear_subclass_inserter(getattr(cls, method), **kwargs)
-
-
-def _in_features_greater_than_16(mod: Any, *args: Any) -> bool:
-    """A filter."""
-    return hasattr(mod, "in_features") and mod.in_features > 16
 
 
 def _quantization_type(weight: Tensor) -> str:

@@ -14,6 +14,7 @@ from pennyweight.planning.granularity import Granularity, MappingType
 
 from ..enums import ZeroPointDomain
 from ..graph_mode.observer_base import SelfConverting
+from ..observers import AffineQuantizedMinMaxObserver as _MinMax
 from ..observers import AffineQuantizedObserverBase as _Base
 from ..qparams import get_block_size, require
 
@@ -68,30 +69,13 @@ class AffineQuantizedObserverBase(_Base, SelfConverting):
         graph.erase_node(observer_node)
 
 
-class AffineQuantizedMinMaxObserver(AffineQuantizedObserverBase):
+class AffineQuantizedMinMaxObserver(AffineQuantizedObserverBase, _MinMax):
     """The minimum and maximum of each block over all data. Raises AssertionError if the number of blocks changes."""
 
-    def _merge(self, seen: Tensor, new: Tensor, low: bool) -> Tensor:
-        return torch.minimum(seen, new) if low else torch.maximum(seen, new)
-
     def forward(self, input: Tensor) -> Tensor:
-        if input.numel() == 0:
-            return input
-        self._see(input)
-        low, high = self._range(input)
-        if not hasattr(self, "min_val"):
-            self.min_val, self.max_val = low, high
-            return input
-        require(
-            self.min_val.shape == low.shape,
-            f"Can't update existing min_val - shape mismatch, self.min_val:{self.min_val.shape} != min_val:{low.shape}",
-        )
-        self.min_val.copy_(self._merge(self.min_val, low, True))
-        self.max_val.copy_(self._merge(self.max_val, high, False))
-        return input
-
-    def calculate_qparams(self) -> tuple[Tensor, Any]:
-        return self._seen_qparams()
+        if input.numel():
+            self._see(input)
+        return _MinMax.forward(self, input)
 
 
 class AffineQuantizedPlaceholderObserver(AffineQuantizedObserverBase):
