@@ -1,4 +1,4 @@
-"""torchao's functions for one layer, one tensor: the same codes as quantize_; the table of handlers."""
+"""torchao's table of handlers: the same codes as quantize_."""
 
 from typing import Any
 
@@ -23,17 +23,13 @@ def layer() -> nn.Linear:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
-def test_one_layer_and_one_tensor_as_quantize_does_them(config: Any) -> None:
+def test_one_layer_as_quantize_does_it(config: Any) -> None:
     want = layer()
     pw.quantize_(want, config)
     one = layer()
     assert HANDLERS[type(config)](one, config) is one
-    weight = layer().weight
-    two = transforms._int8_weight_only_quantize_tensor(weight, config)  # type: ignore[attr-defined]
     x = torch.randn(3, 64)
     assert torch.equal(one(x), want(x))
-    assert torch.equal(two.dequantize(), want.weight.dequantize())
-    assert type(weight) is nn.Parameter
     assert (one.weight.spec, one.weight.act) == (want.weight.spec, want.weight.act)
 
 
@@ -44,7 +40,7 @@ def test_another_parameter_and_none() -> None:
             self.up = nn.Parameter(torch.randn(8, 64))
 
     module = Two()
-    transforms._int8_weight_only_transform(module, CONFIGS[0], parameter_name="up")  # type: ignore[attr-defined]
+    transforms._transform(module, CONFIGS[0], parameter_name="up")
     assert isinstance(module.up, pw.AffineQuantizedTensor)
     with pytest.raises(AttributeError, match="Two has no parameter 'weight'"):
         transforms._transform(module, CONFIGS[0])

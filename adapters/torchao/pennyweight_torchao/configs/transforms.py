@@ -1,15 +1,11 @@
-"""torchao's functions for one layer or one tensor and a config, behind its ``quantize_``; the table of handlers.
+"""torchao's table of handlers: ``_QUANTIZE_CONFIG_HANDLER[type(config)](module, config)`` quantizes one module.
 
-``_QUANTIZE_CONFIG_HANDLER[type(config)](module, config)`` quantizes one module. torchao has a function per config for
-that, ``_int8_weight_only_transform(module, config)``, and for one tensor,
-``_int8_weight_only_quantize_tensor(weight, config)``. Here a config plans its own scheme, so all of them are one
-function under many names.
+torchao has a function per config for that. Here a config plans its own scheme, so all of them are one function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,26 +16,10 @@ from pennyweight.quantize.pipeline import quantize_
 
 Handler = Callable[..., nn.Module]
 
-_OF_MODULES = (
-    "_float8_dynamic_activation_float8_weight_transform", "_float8_dynamic_activation_int4_weight_transform",
-    "_float8_static_activation_float8_weight_transform", "_float8_weight_only_transform", "_fpx_weight_only_transform",
-    "_gemlite_uintx_weight_only_transform", "_int4_dynamic_activation_int4_weight_transform",
-    "_int4_weight_only_transform", "_int8_dynamic_activation_int4_weight_transform",
-    "_int8_dynamic_activation_int8_weight_transform", "_int8_dynamic_activation_intx_weight_transform",
-    "_int8_static_activation_int8_weight_transform", "_int8_weight_only_transform", "_intx_weight_only_transform",
-    "_uintx_weight_only_transform",
-)  # fmt: skip
-_OF_TENSORS = (
-    "_float8_dynamic_activation_float8_weight_quantize_tensor", "_float8_weight_only_quant_tensor",
-    "_int4_weight_only_quantize_tensor", "_int8_dynamic_activation_int8_weight_quantize_tensor",
-    "_int8_dynamic_activation_intx_weight_quantize_tensor", "_int8_weight_only_quantize_tensor",
-    "_intx_weight_only_quantize_tensor",
-)  # fmt: skip
 __all__ = ["_QUANTIZE_CONFIG_HANDLER", "_quantization_type"]
-__all__.extend(_OF_MODULES + _OF_TENSORS)
 
 
-# -- one module, one tensor --------------------------------------------------------------------------------------------
+# -- one module --------------------------------------------------------------------------------------------------------
 
 
 def _transform(module: nn.Module, config: AOBaseConfig, *, parameter_name: str = "weight") -> nn.Module:
@@ -52,16 +32,6 @@ def _transform(module: nn.Module, config: AOBaseConfig, *, parameter_name: str =
     else:
         quantize_(module, FqnToConfig({parameter_name: config}))
     return module
-
-
-def _quantize_tensor(weight: Tensor, config: AOBaseConfig, **names: Any) -> Tensor:
-    """A weight [out, in] quantized as a linear layer's would be; the weight given is left alone."""
-    layer = nn.Linear(weight.shape[-1], weight.shape[-2], bias=False, device="meta")
-    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    return _transform(layer, config).weight.data
-
-
-globals().update(dict.fromkeys(_OF_MODULES, _transform) | dict.fromkeys(_OF_TENSORS, _quantize_tensor))
 
 
 class _Handlers(MutableMapping[type, Handler]):
