@@ -210,6 +210,7 @@ NAMES: dict[str, str] = {
     "OperatorPatternType": "list[Callable[..., Any]]",
     "get_x86_inductor_linear_dynamic_fp16_config": "get_default_x86_inductor_quantization_config",
     "quantization.quant_api.*": "register_quantize_module_handler",
+    "quantization.GPTQ.*": "Int8DynActInt4WeightQuantizer or Int4WeightOnlyQuantizer, or quantize_ with a config",
 }  # fmt: skip
 
 

@@ -14,8 +14,6 @@ from pennyweight_torchao.quantization.linear_quant_modules import (
     WeightOnlyInt4Linear,
     _replace_linear_8da4w,
     _replace_linear_int4,
-    replace_linear_8da4w,
-    replace_linear_int4,
 )
 from pennyweight_torchao.quantization.prototype.qat import ComposableQATQuantizer as deep
 from pennyweight_torchao.quantization.prototype.qat import _module_swap_api
@@ -375,7 +373,7 @@ def test_replacing_layers() -> None:
     assert model.first.weight is weight
     assert kinds(model)[1:] == ["Int8DynActInt4WeightQATLinear", "Int8DynActInt4WeightQATLinear", "Linear"]
     model = Net()
-    replace_linear_8da4w(model, 128, False, torch.float32, torch.float32)
+    _replace_linear_8da4w(model, 128, False, torch.float32, torch.float32, Int8DynActInt4WeightLinear)
     assert kinds(model)[1:] == ["Linear", "Int8DynActInt4WeightLinear", "Linear"]
     model = Net(bias=False).bfloat16()
     weight = model.second.weight
@@ -384,5 +382,5 @@ def test_replacing_layers() -> None:
     assert kinds(model)[1:] == ["Linear", "Int4WeightOnlyQATLinear", "Linear"]
     assert model.second.weight is weight
     model = Net(bias=False)
-    replace_linear_int4(model, 64, 8, False)
+    _replace_linear_int4(model, 64, 8, False)
     assert kinds(model)[1:] == ["Linear", "WeightOnlyInt4Linear", "Linear"]
