@@ -178,18 +178,34 @@ def encode(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
         centred = wide if p.offset is None else wide - blocks.expand(p.offset)
         return f.encode(centred / torch.where(scale == 0, torch.inf, scale))
     if p.offset is not None:
-        # A block whose range overflows the dtype is scaled by a power of two; the factor 1 leaves others unchanged.
-        limit = torch.finfo(torch.promote_types(view.dtype, scale.dtype)).max
-        down = 1 - 0.75 * (scale > limit / (4 * (f.hi - f.lo))).to(scale.dtype)
-        scale = scale * down
-        least = blocks.expand(p.offset) * down - scale * (spec.mid - f.lo)
-        steps = ((view * down - least) / torch.where(scale == 0, torch.inf, scale)).round()
+        steps = offset_steps(view, scale, blocks.expand(p.offset), spec.mid - f.lo, f.hi - f.lo)
         return (steps + f.lo if f.lo else steps).clamp(f.lo, f.hi).to(f.code_dtype)
-    # Multiply by the reciprocal and round before adding the zero point, bit-identical to torchao.
-    steps = (view * _reciprocal(scale)).to(torch.promote_types(view.dtype, scale.dtype)).round()
-    if p.zero_point is not None:
-        steps = steps + blocks.expand(p.zero_point)
+    steps = zero_point_steps(view, scale, None if p.zero_point is None else blocks.expand(p.zero_point))
     return (steps + spec.mid if spec.mid else steps).clamp(f.lo, f.hi).to(f.code_dtype)
+
+
+def zero_point_steps(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, rounding: Callable[[Tensor], Tensor] = torch.round
+) -> Tensor:
+    """round(x / scale) + zero_point, unclamped, of parameters that broadcast.
+
+    Multiplies by the reciprocal and rounds before adding the zero point, bit-identical to torchao.
+    """
+    steps = rounding((x * _reciprocal(scale)).to(torch.promote_types(x.dtype, scale.dtype)))
+    return steps if zero_point is None else steps + zero_point
+
+
+def offset_steps(
+    x: Tensor, scale: Tensor, offset: Tensor, depth: float, span: float,
+    rounding: Callable[[Tensor], Tensor] = torch.round,
+) -> Tensor:  # fmt: skip
+    """round((x - offset) / scale + depth): steps above the first of span + 1 codes, unclamped."""
+    # A block whose range overflows the dtype is scaled by a power of two; the factor 1 leaves others unchanged.
+    limit = torch.finfo(torch.promote_types(x.dtype, scale.dtype)).max
+    down = 1 - 0.75 * (scale > limit / (4 * span)).to(scale.dtype)
+    scale = scale * down
+    least = offset * down - scale * depth
+    return rounding((x * down - least) / torch.where(scale == 0, torch.inf, scale))
 
 
 def scaled_values(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:

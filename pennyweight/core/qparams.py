@@ -128,6 +128,44 @@ def _span(lo: Tensor, hi: Tensor, steps: float) -> Tensor:
     return torch.where(narrow.isfinite(), narrow, hi / steps - lo / steps)
 
 
+# -- from the range of a block -----------------------------------------------------------------------------------------
+# lo, hi: minimum and maximum of each block; first, last: smallest and largest code. For callers without a spec, too.
+
+
+def symmetric_scale(lo: Tensor, hi: Tensor, first: float, last: float, eps: float) -> Tensor:
+    """absmax / ((last - first) / 2), at least ``eps``."""
+    return _at_least(torch.maximum(-lo, hi) / ((last - first) / 2), eps)
+
+
+def no_clip_scale(lo: Tensor, hi: Tensor, bottom: float, top: float, eps: float) -> Tensor:
+    """max(lo / bottom, hi / top), at least ``eps``; an end of 0 is ignored."""
+    sides = [end / value for end, value in ((lo, bottom), (hi, top)) if value]
+    return _at_least(sides[0] if len(sides) == 1 else torch.maximum(*sides), eps)
+
+
+def range_scale(lo: Tensor, hi: Tensor, steps: float, eps: float) -> Tensor:
+    """(hi - lo) / steps, at least ``eps``."""
+    return _at_least(_span(lo, hi, steps), eps)
+
+
+def zero_point_of(
+    lo: Tensor, scale: Tensor, first: float, last: float, rounding: Callable[[Tensor], Tensor] = torch.round
+) -> Tensor:
+    """The code of zero if ``lo`` has the first code: first - round(lo / scale), clamped to the codes."""
+    return (first - rounding(lo / scale)).clamp(first, last)
+
+
+def offset_of(lo: Tensor, hi: Tensor, scale: Tensor, depth: float, steps: float) -> Tensor:
+    """lo + scale * depth: the value of the code that is ``depth`` above the first of steps + 1 codes; finite."""
+    offset = lo + scale * depth
+    part = depth / steps  # if the product overflows: the same point, as a mean of the ends
+    limit = torch.finfo(offset.dtype).max  # for formats with lo > 0 the offset is below the minimum of x
+    return torch.where(offset.isfinite(), offset, lo * (1 - part) + hi * part).clamp(-limit, limit)
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+
 def _ends(spec: QuantSpec) -> tuple[float, float]:
     """Smallest and largest number that a scale multiplies."""
     return spec.format.lo - spec.mid, spec.format.hi - spec.mid
@@ -147,7 +185,9 @@ def symmetric(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     bottom, top = _ends(spec)
     if bottom >= 0:
         return Params(_at_least(_range(x, spec)[1] / top, eps))
-    return Params(_at_least(_absmax(x, spec) / ((f.hi - f.lo) / 2 if f.kind == "int" else _reach(spec)), eps))
+    if f.kind == "int":
+        return Params(symmetric_scale(*_range(x, spec), f.lo, f.hi, eps))
+    return Params(_at_least(_absmax(x, spec) / _reach(spec), eps))
 
 
 @rule("absmax")
@@ -173,10 +213,7 @@ def absmean(x: Tensor, spec: QuantSpec, eps: float) -> Params:
 def symmetric_no_clip(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     """scale = max(min / lo, max / hi), so that nothing clips; an end without numbers (int1 has no positive ones) is
     ignored. torchao: SYMMETRIC_NO_CLIPPING_ERR."""
-    lo, hi = _range(x, spec)
-    bottom, top = _ends(spec)
-    sides = [end / value for end, value in ((lo, bottom), (hi, top)) if value]
-    return Params(_at_least(sides[0] if len(sides) == 1 else torch.maximum(*sides), eps))
+    return Params(no_clip_scale(*_range(x, spec), *_ends(spec), eps))
 
 
 @rule("asymmetric")
@@ -186,8 +223,8 @@ def asymmetric(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     lo, hi = _range(x, spec)
     f = spec.format
     lo, hi = lo.clamp(max=0), hi.clamp(min=0)
-    scale = _at_least(_span(lo, hi, f.hi - f.lo), eps)
-    return Params(scale, (f.lo - (lo / scale).round()).clamp(f.lo, f.hi))
+    scale = range_scale(lo, hi, f.hi - f.lo, eps)
+    return Params(scale, zero_point_of(lo, scale, f.lo, f.hi))
 
 
 @rule("minmax")
@@ -199,11 +236,8 @@ def minmax(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     if isinstance(spec.offset, QuantSpec) and spec.offset.one_sided:
         lo = lo.clamp(max=0)
     f = spec.format
-    scale = _at_least(_span(lo, hi, f.hi - f.lo), eps)
-    offset = lo + scale * (spec.mid - f.lo)
-    part = (spec.mid - f.lo) / (f.hi - f.lo)  # if the product overflows: the same point, as a mean of the ends
-    limit = torch.finfo(offset.dtype).max  # for formats with lo > 0 the offset is below the minimum of x
-    return Params(scale, None, torch.where(offset.isfinite(), offset, lo * (1 - part) + hi * part).clamp(-limit, limit))
+    scale = range_scale(lo, hi, f.hi - f.lo, eps)
+    return Params(scale, None, offset_of(lo, hi, scale, spec.mid - f.lo, f.hi - f.lo))
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ __all__ = [
     "_choose_qparams_and_quantize_scale_only_hqq", "_choose_qparams_and_quantize_scale_only_sinq",
     "_convert_to_affinequantized_format", "_dequantize_affine_qqq", "_shrink_lp_op",
     "choose_qparams_and_quantize_affine_hqq", "choose_qparams_and_quantize_affine_qqq", "dequantize_affine_qqq",
-    "optimize_weights_proximal_legacy", "pack_2xint4",
+    "optimize_weights_proximal_legacy",
 ]  # fmt: skip
 
 # lp_norm: of the error that is minimised. beta: weight of the quadratic term, which grows by kappa a step.
@@ -229,12 +229,3 @@ def _dequantize_affine_qqq(
 choose_qparams_and_quantize_affine_hqq = _choose_qparams_and_quantize_affine_hqq
 choose_qparams_and_quantize_affine_qqq = _choose_qparams_and_quantize_affine_qqq
 dequantize_affine_qqq = _dequantize_affine_qqq
-
-
-def pack_2xint4(t: Tensor) -> Tensor:
-    """Codes of 4 bits, int8 or uint8 [N, K] with an even N, as [N / 2, K]: row 2 i in the low bits, 2 i + 1 above."""
-    require(t.dtype in (torch.int8, torch.uint8), f"pack_2xint4 takes int8 or uint8 codes, got {t.dtype}")
-    require(
-        t.ndim == 2 and t.shape[0] % 2 == 0, f"pack_2xint4 takes a matrix of an even number of rows, got {[*t.shape]}"
-    )
-    return (t[0::2] & 0xF) | (t[1::2] << 4)

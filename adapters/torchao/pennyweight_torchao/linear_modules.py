@@ -27,7 +27,6 @@ __all__ = [
     "Int4WeightOnlyQuantizer", "Int8DynActInt4WeightLinear", "Int8DynActInt4WeightQuantizer", "Quantizer",
     "TwoStepQuantizer", "WeightOnlyInt4Linear", "_check_linear_int4_k", "_is_linear", "_replace_linear_8da4w",
     "_replace_linear_int4", "_replace_with_custom_fn_if_matches_filter",
-    "linear_forward_8da4w", "linear_forward_int4", "replace_linear_8da4w", "replace_linear_int4",
 ]  # fmt: skip
 _PER_TOKEN = ActivationSpec(QuantSpec(INT8, (-1,), zero_point=True), "dynamic", None, INT8_EPS)
 
@@ -147,15 +146,6 @@ class Int8DynActInt4WeightLinear(_Buffers):
         return F.linear(input.to(self.precision), self._weight(), self.bias)
 
 
-def linear_forward_8da4w(
-    x: Tensor, weight_int8: Tensor, bias: Tensor | None, scales: Tensor, zeros: Tensor, out_features: int,
-    groupsize: int,    output_precision: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """x in int8 per token, times int4 codes with group scales."""
-    w = int_codes(weight_int8, scales, zeros, (1, groupsize), output_precision, -8, 7, act=_PER_TOKEN)
-    return F.linear(x, w, bias).to(output_precision)
-
-
 class Int8DynActInt4WeightQuantizer(Quantizer):
     """Replaces each linear layer whose inputs are whole groups by :class:`Int8DynActInt4WeightLinear`."""
 
@@ -228,16 +218,6 @@ class WeightOnlyInt4Linear(_Buffers):
             y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.weight, self.groupsize, both)
             return y.reshape(*input.shape[:-1], self.out_features).to(input.dtype)
         return F.linear(input.to(self.precision), self._weight()).to(input.dtype)
-
-
-def linear_forward_int4(
-    x: Tensor, weight_int4pack: Tensor, scales_and_zeros: Tensor, out_features: int, groupsize: int,
-    precision: torch.dtype = torch.bfloat16, scales_precision: torch.dtype = torch.bfloat16,
-) -> Tensor:  # fmt: skip
-    """x times int4 weights as torch's CPU kernel packs them."""
-    shape = (out_features, 2 * weight_int4pack.shape[1])
-    w = packed_by_aten(weight_int4pack, scales_and_zeros.to(scales_precision), (1, groupsize), shape, precision)
-    return F.linear(x.to(precision), w).to(x.dtype)
 
 
 class Int4WeightOnlyQuantizer(Quantizer):
@@ -314,15 +294,6 @@ def _replace_linear_8da4w(
     _replace_with_custom_fn_if_matches_filter(module, swap, fits)
 
 
-def replace_linear_8da4w(
-    module: nn.Module, groupsize: int, padding_allowed: bool, precision: torch.dtype, scales_precision: torch.dtype
-) -> None:
-    """Empty :class:`Int8DynActInt4WeightLinear` layers, to load a state dict into."""
-    _replace_linear_8da4w(
-        module, groupsize, padding_allowed, precision, scales_precision, Int8DynActInt4WeightLinear
-    )  # fmt: skip
-
-
 def _replace_linear_int4(
     module: nn.Module, groupsize: int, inner_k_tiles: int | None, padding_allowed: bool,
     skip_layer_func: Callable[[Tensor], bool] | None = None, precision: torch.dtype = torch.bfloat16,
@@ -352,10 +323,3 @@ def _replace_linear_int4(
         return new.train(old.training)
 
     _replace_with_custom_fn_if_matches_filter(module, swap, fits)
-
-
-def replace_linear_int4(
-    module: nn.Module, groupsize: int, inner_k_tiles: int, padding_allowed: bool, skip_layer_func: Any = None
-) -> None:
-    """Empty :class:`WeightOnlyInt4Linear` layers, to load a state dict into."""
-    _replace_linear_int4(module, groupsize, inner_k_tiles, padding_allowed, skip_layer_func)

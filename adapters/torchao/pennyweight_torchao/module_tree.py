@@ -35,10 +35,6 @@ REEXPORTS: dict[str, tuple[str, str]] = {
         "ALLOWED_CLASSES ALLOWED_TENSORS_SUBCLASSES TensorSubclassAttributeJSONEncoder flatten_tensor_state_dict "
         "is_metadata_torchao object_from_dict unflatten_tensor_state_dict",
     ),
-    "@inductor_folding": (
-        "torch._inductor.constant_folding",
-        "ConstantFolder constant_graph_tag run_and_get_constant_graph",
-    ),
     "@graph_specs": (
         "pennyweight_torchao.graph_mode.specs",
         "ComposableQuantizer DerivedQuantizationSpec EdgeOrNode FixedQParamsQuantizationSpec QuantizationAnnotation "
@@ -60,31 +56,24 @@ REEXPORTS: dict[str, tuple[str, str]] = {
     "@graph_histogram": ("pennyweight_torchao.graph_mode.histogram_observer", "HistogramObserver"),
     "@graph_passive_observers": (
         "pennyweight_torchao.graph_mode.passive_observers",
-        "DerivedObserverOrFakeQuantize FixedQParamsObserver NoopObserver PlaceholderObserver RecordingObserver "
-        "ReuseInputObserver",
+        "DerivedObserverOrFakeQuantize FixedQParamsObserver PlaceholderObserver",
     ),
     "@graph_fake_quantize": (
         "pennyweight_torchao.graph_mode.fake_quantize",
         "FakeQuantize FakeQuantizeBase FixedQParamsFakeQuantize FusedMovingAvgObsFakeQuantize disable_fake_quant "
         "disable_observer enable_fake_quant enable_observer",
     ),
-    "@graph_learnable": (
-        "pennyweight_torchao.graph_mode.learnable_fake_quantize",
-        "LearnableFakeQuantize disable_range_learning enable_range_learning",
-    ),
     "@graph_code_range": (
         "pennyweight_torchao.graph_mode.code_range",
-        "calculate_qmin_qmax check_min_max_valid determine_qparams is_per_channel is_per_tensor to_underlying_dtype "
-        "validate_qmin_qmax",
+        "calculate_qmin_qmax check_min_max_valid is_per_channel is_per_tensor to_underlying_dtype validate_qmin_qmax",
     ),
     "@graph_train_eval": (
         "pennyweight_torchao.graph_mode.train_eval",
-        "WrapperModule allow_exported_model_train_eval model_is_exported move_exported_model_to_eval "
-        "move_exported_model_to_train",
+        "allow_exported_model_train_eval move_exported_model_to_eval move_exported_model_to_train",
     ),
     "@graph_partitions": (
         "pennyweight_torchao.graph_mode.partitions",
-        "bfs_trace_with_node_process find_sequential_partitions get_equivalent_types update_equivalent_types_dict",
+        "bfs_trace_with_node_process",
     ),
     "@graph_debugger": (
         "pennyweight_torchao.graph_mode.numeric_debugger",
@@ -99,8 +88,7 @@ REEXPORTS: dict[str, tuple[str, str]] = {
     "@graph_inductor": (
         "pennyweight_torchao.graph_mode.inductor_configs",
         "ArmInductorQuantizer XPUInductorQuantizer get_default_arm_inductor_quantization_config "
-        "get_default_x86_inductor_quantization_config get_default_xpu_inductor_quantization_config "
-        "get_x86_inductor_linear_dynamic_fp16_config",
+        "get_default_x86_inductor_quantization_config get_default_xpu_inductor_quantization_config",
     ),
     "@graph_embedding": (
         "pennyweight_torchao.graph_mode.embedding_quantizer",
@@ -121,7 +109,7 @@ _PRIMITIVES = "primitives format_primitives hqq qparams enums"
 _MX_TENSORS = "mx.mx_tensor mx.nvfp4_tensor"
 _NF4 = "nf4.tensor nf4.linear"
 _TENSORS = f"int8_float8_views int4_views {_NF4} {_MX_TENSORS}"
-_NF4_MODULE = f"{_NF4} nf4.parts nf4.operators nf4.handlers nf4.scalers"
+_NF4_MODULE = f"{_NF4} nf4.parts nf4.operators nf4.scalers"
 _QUANT_API = f"quant_api {_CONFIGS} enums @granularity linear_modules {_TENSORS} v0_8_aqt v0_8_layouts groupwise"
 _QAT_CONFIGS = "qat.configs qat.fake_quantize_configs"
 _QAT = f"{_QAT_CONFIGS} qat.fake_quantizers qat.linear qat.embedding qat.quantizers qat.steps"
@@ -129,7 +117,7 @@ _OBSERVERS = (
     "@graph_observer_base @graph_range_observers @graph_histogram @graph_passive_observers pt2e.affine_observers "
     "@granularity enums"
 )
-_FAKE_QUANTIZE = "@graph_fake_quantize pt2e.affine_observers pt2e.defaults"
+_FAKE_QUANTIZE = "@graph_fake_quantize pt2e.affine_observers"
 _PT2E = "quantization.pt2e"
 _QUANTIZERS = "@graph_specs @graph_annotate pt2e.graph_names pt2e.graph_conversion @graph_xnnpack"
 _MX = "attributes"  # whose import gives tensors torchao's attributes
@@ -142,7 +130,6 @@ _ROWS = (
     ("", ".", "quant_api"),
     ("", "utils", "tools hardware base_tensor dispatch"),
     ("", "_executorch_ops", "operators.decomposed"),
-    ("", "ops", "operators.registration"),
     ("core", ".", ""),
     ("core", "config", "config_json"),
     ("dtypes", ".", f"v0_8_aqt v0_8_layouts {_TENSORS}"),
@@ -188,18 +175,15 @@ _ROWS = (
     ("prototype.moe_training", ".", f"{_MOE} moe_training.weights"),
     ("prototype.moe_training", "config", "moe_training.config"),
     ("prototype.moe_training", "conversion_utils tensor", "moe_training.weights moe_training.config"),
-    ("prototype.moe_training", "fp8_grouped_mm mxfp8_grouped_mm mxfp8_linear scaled_grouped_mm", _MOE),
+    ("prototype.moe_training", "fp8_grouped_mm mxfp8_grouped_mm scaled_grouped_mm", _MOE),
     (
         "prototype.mx_formats",
         ". inference_workflow mx_subclass",
         f"{_MX} mx.inference mx.training {_CONFIGS} {_MX_TENSORS} enums",
     ),
-    ("prototype.mx_formats", "config", f"{_MX} mx.checks mx.training mx.constants enums"),
-    ("prototype.mx_formats", "constants", "mx.constants"),
-    ("prototype.mx_formats", "custom_cast", "mx.custom_cast mx.element_codes mx.constants"),
-    ("prototype.mx_formats", "kernels", "mx.element_codes mx.conversion mx.scale_layout mx.constants"),
+    ("prototype.mx_formats", "config", f"{_MX} mx.checks mx.training enums"),
     ("prototype.mx_formats", "mx_linear", f"{_MX} mx.training mx.inference"),
-    ("prototype.mx_formats", "mx_tensor", f"{_MX} {_MX_TENSORS} mx.conversion mx.constants mx.scale_layout enums"),
+    ("prototype.mx_formats", "mx_tensor", f"{_MX} {_MX_TENSORS} mx.conversion mx.scale_layout enums"),
     ("prototype.mx_formats", "nvfp4_tensor", f"{_MX} {_MX_TENSORS} mx.conversion enums"),
     ("prototype.mx_formats", "utils", f"{_MX} mx.scale_layout mx.mx_tensor"),
     ("prototype.qat", ". mx nvfp4", f"{_MX} mx.fake_quantize"),
@@ -271,21 +255,18 @@ _ROWS = (
     (
         "quantization",
         "pt2e",
-        f"{_OBSERVERS} @graph_fake_quantize @graph_learnable @graph_train_eval @graph_partitions @graph_debugger "
-        "pt2e.graph_names pt2e.defaults qparams",
+        f"{_OBSERVERS} @graph_fake_quantize @graph_train_eval @graph_partitions @graph_debugger "
+        "pt2e.graph_names qparams",
     ),
     (_PT2E, "_affine_quantization", "pt2e.affine_observers primitives"),
     (_PT2E, "_numeric_debugger", "@graph_debugger pt2e.graph_names"),
-    (_PT2E, "constant_fold", "pt2e.folding @inductor_folding"),
-    (_PT2E, "convert prepare quantize_pt2e reference_representation_rewrite", "pt2e.graph_conversion"),
-    (_PT2E, "export_utils", "@graph_train_eval pt2e.graph_tools"),
+    (_PT2E, "convert prepare quantize_pt2e", "pt2e.graph_conversion"),
+    (_PT2E, "export_utils", "@graph_train_eval"),
     (_PT2E, "fake_quantize", _FAKE_QUANTIZE),
-    (_PT2E, "graph_utils", "@graph_partitions pt2e.graph_tools"),
-    (_PT2E, "learnable_fake_quantize", "@graph_learnable"),
     (_PT2E, "lowering", "pt2e.lowering"),
-    (_PT2E, "observer", f"{_OBSERVERS} pt2e.defaults pt2e.graph_names qparams"),
-    (_PT2E, "utils", "@graph_code_range pt2e.graph_tools"),
-    (f"{_PT2E}.quantizer", ". quantizer utils composable_quantizer duplicate_dq_pass port_metadata_pass", _QUANTIZERS),
+    (_PT2E, "observer", f"{_OBSERVERS} pt2e.graph_names qparams"),
+    (_PT2E, "utils", "@graph_code_range"),
+    (f"{_PT2E}.quantizer", ". quantizer utils composable_quantizer", _QUANTIZERS),
     (f"{_PT2E}.quantizer", "x86_inductor_quantizer", "@graph_x86 @graph_inductor pt2e.graph_names"),
     (f"{_PT2E}.quantizer", "arm_inductor_quantizer xpu_inductor_quantizer", "@graph_inductor"),
     (f"{_PT2E}.quantizer", "embedding_quantizer", "@graph_embedding"),

@@ -28,8 +28,11 @@ _PACKED = "a config of the same width; weights are packed for the processor that
 _CODEBOOK = 'pennyweight.quantize_(model, config, algorithm="kmeans") with a learned table of 1 to 4 bits'
 _OLD_WEIGHTS = "quantize_ with Int8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig or Int4WeightOnlyConfig"
 _OBSERVED = "Int8StaticActivationInt8WeightConfig with pennyweight.quantize_(model, config, calibration=batches)"
+_FAKE = "an observer or FakeQuantize of quantization.pt2e with the arguments that you need, by with_args; quantize_ with pennyweight.QATConfig learns scales"
 _TESTS = "your own tests: it was a test rig of torchao"
 _INTX = "IntxWeightOnlyConfig with torch.int1 to torch.int8"
+_CODES = "the encode and decode of pennyweight.get_format('e2m1'), 'e2m3', 'e3m2' or 'e8m0'; MXTensor.to_mx and NVFP4Tensor.to_nvfp4 quantize on every device"
+_SIZES = "MXTensor.to_mx, whose shape is that of the data"
 _HANDLER = "call the operator on the tensor: it handled one operator inside"
 
 # Path of a module, which stands for what is below it, too -> replacement.
@@ -52,6 +55,7 @@ MODULES: dict[str, str] = {
     "float8.stateful_float8_linear": _DELAYED,
     "kernel": "torchao.kernel.intmm",
     "kernel.blockwise_quantization": _BLOCKS,
+    "ops": "F.linear with a quantized weight: these operators are those of torchao's own kernels and their packings; torch.library registers yours",
     "prototype.attention": _ATTENTION,
     "prototype.autoround": 'pennyweight.quantize_(model, config, calibration=batches, algorithm="reconstruct")',
     "prototype.blockwise_fp8": _BLOCKS,
@@ -69,7 +73,11 @@ MODULES: dict[str, str] = {
     "prototype.inductor": "torch.compile: its graphs hold pennyweight's products as operators, so no pass has to find them; pennyweight.fuse_ joins layers",
     "prototype.moe_quant": "pennyweight.quantize_, which quantizes the weights of experts [E, N, K]",
     "prototype.moe_training": _GROUPED,
+    "prototype.moe_training.mxfp8_linear": _TRAIN,
+    "prototype.mx_formats.constants": "pennyweight.get_format",
+    "prototype.mx_formats.custom_cast": _CODES,
     "prototype.mx_formats.fp_format_spec": "pennyweight.get_format",
+    "prototype.mx_formats.kernels": _CODES,
     "prototype.mx_formats.mx_funcs": _HANDLER,
     "prototype.mx_formats.mx_ops": _HANDLER,
     "prototype.paretoq": _QAT,
@@ -101,6 +109,12 @@ MODULES: dict[str, str] = {
     "quantization.linear_activation_weight_observed_tensor": _OBSERVED,
     "quantization.marlin_qqq": "Int8DynamicActivationInt4WeightConfig",
     "quantization.prototype.qat.affine_fake_quantized_tensor": _QAT,
+    "quantization.pt2e.constant_fold": "torch._inductor.constant_folding",
+    "quantization.pt2e.graph_utils": "torch.fx.passes.utils.source_matcher_utils.get_source_partitions",
+    "quantization.pt2e.learnable_fake_quantize": _FAKE,
+    "quantization.pt2e.quantizer.duplicate_dq_pass": "convert_pt2e, which copies dequantize for each user",
+    "quantization.pt2e.quantizer.port_metadata_pass": "convert_pt2e, which ports the metadata of nodes",
+    "quantization.pt2e.reference_representation_rewrite": "convert_pt2e(model, use_reference_representation=True)",
     "quantization.pt2e.inductor_passes": "pennyweight.lower; torch.compile, whose own passes fuse quantized layers",
     "quantization.qat.affine_fake_quantized_tensor": _QAT,
     "quantization.quantize_.int4_groupwise_preshuffle_tensor": "Int4WeightOnlyConfig",
@@ -165,16 +179,38 @@ NAMES: dict[str, str] = {
     ),
     "float8.fsdp_utils.*": "fully_shard(model), which gathers weights in their own dtype",
     "kernel.*": _GPU,
-    "ops.*": "F.linear with a quantized weight: these operators are those of torchao's own kernels and their packings",
+    **dict.fromkeys(["FromMXConstrFunc", "ToMXConstrFunc"], "MXTensor.to_mx and dequantize; pennyweight.QATConfig trains"),
+    **dict.fromkeys(
+        ["tensor_size_fp4x2_to_hp", "tensor_size_fp6x4_to_hpx3", "tensor_size_hp_to_fp4x2", "tensor_size_hpx3_to_fp6x4"], _SIZES
+    ),
+    "maybe_dtensor_to_blocked": "to_blocked(t.full_tensor())",
     "experimental.quant_api.*": "the configs of torchao.quantization, which run everywhere",
     "prototype.dtypes.*": _INTX,
     "prototype.moe_training.*": _GROUPED,
+    **dict.fromkeys(["dtypes.nf4tensor.*", "quantization.quantize_.workflows.nf4.nf4_tensor.*"], _HANDLER),
+    **dict.fromkeys(["dtypes.utils.*", "utils.*"], "torch.cuda, torch.cpu or importlib.metadata, which it asked; torch.library for operators"),
+    "benchmark_torch_function_in_microseconds": "torch.utils.benchmark.Timer",
+    "float8.float8_linear.*": "Float8Linear, or pennyweight.training.linear with recipe 'tensorwise' or 'rowwise'",
+    "float8.inference.*": "F.linear with a float8 weight",
+    "prototype.mx_formats.mx_linear.*": "quantize_ with MXLinearConfig, or pennyweight.training.linear with a Recipe",
+    "prototype.quantized_training.*": "quantize_ with BitNetTrainingConfig",
+    "prototype.quantized_training.bitnet.*": "quantize_ with BitNetTrainingConfig",
+    "prototype.spinquant.hadamard_utils.*": "matmul_hadU_fast; torch.library registers operators",
+    "Float8ActInt4WeightQATQuantizer": "QATConfig(Float8DynamicActivationInt4WeightConfig())",
+    **dict.fromkeys(["_choose_qparams_gguf", "_dequantize_gguf", "_quantize_gguf"], "pennyweight convert MODEL FILE.gguf"),
     "prototype.mx_formats.mx_tensor.*": _HANDLER,
     "prototype.mx_formats.nvfp4_tensor.*": _HANDLER,
     "prototype.quantization.*": "UIntXWeightOnlyConfig; Int8DynamicActivationIntxWeightConfig",
     "prototype.quantization.quant_api.*": "UIntXWeightOnlyConfig; Float8StaticActivationFloat8WeightConfig",
-    "quantization.pt2e.convert.*": "convert_pt2e",
+    **dict.fromkeys(
+        [f"quantization.pt2e{end}.*" for end in ("", "._affine_quantization", ".fake_quantize", ".observer")], _FAKE
+    ),
+    **dict.fromkeys(["quantization.pt2e.convert.*", "quantization.pt2e.quantizer.*"], "convert_pt2e"),
+    **dict.fromkeys(["quantization.pt2e.export_utils.*", "quantization.pt2e.utils.*"], "torch.export and torch.fx: it was a helper of torchao's passes"),
+    "OperatorPatternType": "list[Callable[..., Any]]",
+    "get_x86_inductor_linear_dynamic_fp16_config": "get_default_x86_inductor_quantization_config",
     "quantization.quant_api.*": "register_quantize_module_handler",
+    "quantization.GPTQ.*": "Int8DynActInt4WeightQuantizer or Int4WeightOnlyQuantizer, or quantize_ with a config",
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pennyweight.core.numerics import _reciprocal
+from pennyweight.core.numerics import offset_steps, zero_point_steps
 from pennyweight.planning.granularity import MappingType
 
 from .enums import TorchAODType, ZeroPointDomain
@@ -41,10 +41,9 @@ from .qparams import (
 __all__ = [
     "MappingType", "TorchAODType", "ZeroPointDomain", "_Round", "_choose_qparams_affine_dont_preserve_zero",
     "_choose_qparams_affine_tinygemm", "_dequantize_affine_no_zero_point", "_dequantize_affine_tinygemm",
-    "_do_fake_quantize_affine", "_fake_quantize_affine", "_fake_quantize_affine_cachemask",
-    "_quantize_affine_no_zero_point", "_quantize_affine_tinygemm", "choose_qparams_affine",
-    "choose_qparams_affine_with_min_max", "dequantize_affine", "fake_quantize_affine", "fake_quantize_affine_cachemask",
-    "quantize_affine",
+    "_fake_quantize_affine", "_fake_quantize_affine_cachemask", "_quantize_affine_no_zero_point",
+    "_quantize_affine_tinygemm", "choose_qparams_affine", "choose_qparams_affine_with_min_max", "dequantize_affine",
+    "fake_quantize_affine", "fake_quantize_affine_cachemask", "quantize_affine",
 ]  # fmt: skip
 
 VALUE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -82,14 +81,12 @@ def unclamped(
         None if zero_point is None or zero_point.numel() == 0 else expand_to_groups(zero_point, shape, "zero_point")
     )
     if domain is FLOAT:
-        base = -scale * ((quant_max + quant_min + 1) / 2)
-        steps = (view - (base if zero_point is None else zero_point + base)) / torch.where(scale == 0, torch.inf, scale)
-        return straight_round(steps).reshape(input.shape)
-    steps = (view * _reciprocal(scale)).to(torch.promote_types(view.dtype, scale.dtype))
-    if dtype not in FP8_TYPES:
-        steps = straight_round(steps)
-    if zero_point is not None and domain is INT:
-        steps = steps + zero_point
+        offset = torch.zeros_like(scale) if zero_point is None else zero_point
+        mid, span = (quant_max + quant_min + 1) / 2, quant_max - quant_min
+        steps = offset_steps(view, scale, offset, mid, span, straight_round)
+    else:
+        rounding = (lambda x: x) if dtype in FP8_TYPES else straight_round
+        steps = zero_point_steps(view, scale, zero_point if domain is INT else None, rounding)
     return steps.reshape(input.shape)
 
 
@@ -154,7 +151,9 @@ def values(
     codes: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, quant_min: float,
     quant_max: float, domain: ZeroPointDomain, output_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Values of codes, each operation in the wider of the output's dtype and the scale's, in torchao's order."""
+    """Values of codes in torchao's order and dtypes. Core computes all in one dtype; this rounds differently: the codes
+    and the zero point to the output's dtype before they are subtracted, the product with the scale in the wider of the
+    output's dtype and the scale's, and in the float domain the product again before the sum."""
     view, _, shape = block_view(codes, block_size)
     scale = expand_to_groups(scale, shape, "scale")
     zero_point = None if zero_point is None else expand_to_groups(zero_point, shape, "zero_point")
@@ -258,17 +257,6 @@ def _fake_quantize_affine_cachemask(
         input, block_size, scale, zero_point, quant_dtype, quant_min, quant_max, zero_point_domain
     )
     return x, inside
-
-
-def _do_fake_quantize_affine(
-    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, quant_dtype: Any,
-    quant_min: float | None = None, quant_max: float | None = None,
-    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Codes in a float dtype, and the values they represent."""
-    return _steps_codes_values(
-        input, block_size, scale, zero_point, quant_dtype, quant_min, quant_max, zero_point_domain
-    )[1:]
 
 
 fake_quantize_affine = _fake_quantize_affine

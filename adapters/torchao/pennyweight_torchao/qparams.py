@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pennyweight.core.qparams import _span
+from pennyweight.core.qparams import no_clip_scale, offset_of, range_scale, symmetric_scale, zero_point_of
 from pennyweight.planning.granularity import (
     Granularity,
     MappingType,
@@ -229,32 +229,28 @@ def _from_range(
     low: Tensor, high: Tensor, mapping_type: MappingType, quant_min: float, quant_max: float, eps: float | None,
     preserve_zero: bool, domain: ZeroPointDomain,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Scale and zero point of blocks whose elements lie in low..high, in their dtype."""
+    """Scale and zero point of blocks with elements in low..high, in their dtype, by core's functions of a range."""
     check_domain(domain)
     require(isinstance(mapping_type, MappingType), f"Unsupported mapping type: {mapping_type}")
-    info = torch.finfo(low.dtype)
-    eps = info.smallest_normal if eps is None else eps
+    eps = torch.finfo(low.dtype).smallest_normal if eps is None else eps
     if preserve_zero:
         low, high = low.clamp(max=0), high.clamp(min=0)
+    steps = float(quant_max - quant_min)
     if mapping_type is MappingType.ASYMMETRIC:
-        scale = _span(low, high, float(quant_max - quant_min)).clamp(eps, info.max)
+        scale = range_scale(low, high, steps, eps)
         if domain is NONE:
             return scale, None
         if domain is FLOAT:
-            return scale, low + scale * ((quant_max + quant_min + 1) / 2)
-        return scale, (quant_min - straight_round(low / scale)).clamp(quant_min, quant_max)
+            return scale, offset_of(low, high, scale, (quant_max + quant_min + 1) / 2, steps)
+        return scale, zero_point_of(low, scale, quant_min, quant_max, straight_round)
     if not preserve_zero:
         raise ValueError("preserve_zero == False is not supported for symmetric quantization")
     if domain is FLOAT:
         raise ValueError(
             "zero_point_domain should be ZeroPointDomain.INT or ZeroPointDomain.NONE for symmetric quantization"
         )
-    if mapping_type is MappingType.SYMMETRIC:
-        scale = torch.maximum(-low, high) / (float(quant_max - quant_min) / 2)
-    else:  # an end without codes (int1 has no positive one, uint8 no negative) is left out
-        sides = [end / float(bound) for end, bound in ((low, quant_min), (high, quant_max)) if bound]
-        scale = sides[0] if len(sides) == 1 else torch.maximum(*sides)
-    scale = scale.clamp(eps, info.max)
+    choose = symmetric_scale if mapping_type is MappingType.SYMMETRIC else no_clip_scale
+    scale = choose(low, high, float(quant_min), float(quant_max), eps)
     return scale, None if domain is NONE else torch.full_like(scale, int((quant_max + quant_min + 1) / 2))
 
 

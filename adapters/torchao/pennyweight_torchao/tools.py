@@ -1,4 +1,4 @@
-"""Timing, sizes, registration of operators and plain parameters for exporters, under torchao's names."""
+"""Timing, sizes and plain parameters for exporters, under torchao's names."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
-    "UnwrapTensorSubclass", "_assert_and_get_unique_device", "_register_custom_op", "_register_meta_op",
-    "benchmark_model", "benchmark_torch_function_in_microseconds", "ceil_div", "fill_defaults", "find_multiple",
-    "get_model_size_in_bytes", "register_as_pytree_constant", "round_up", "unwrap_tensor_subclass",
+    "UnwrapTensorSubclass", "_assert_and_get_unique_device", "benchmark_model", "ceil_div", "find_multiple",
+    "get_model_size_in_bytes", "round_up", "unwrap_tensor_subclass",
 ]  # fmt: skip
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -57,16 +56,6 @@ def benchmark_model(
     return (time.perf_counter() - start) * 1e3 / num_runs
 
 
-def benchmark_torch_function_in_microseconds(f: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
-    """Mean time of ``f(*args, **kwargs)`` in microseconds, by torch's blocked timer, after two calls to warm up."""
-    from torch.utils import benchmark
-
-    f(*args, **kwargs)
-    f(*args, **kwargs)
-    timer = benchmark.Timer(stmt="f(*args, **kwargs)", globals={"f": f, "args": args, "kwargs": kwargs})
-    return timer.blocked_autorange().mean * 1e6
-
-
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
@@ -106,64 +95,6 @@ def ceil_div(a: Any, b: Any) -> Any:
 def round_up(a: int, b: int) -> int:
     """The smallest multiple of b that is >= a."""
     return ceil_div(a, b) * b
-
-
-# -- operators ---------------------------------------------------------------------------------------------------------
-
-
-def fill_defaults(args: Sequence[Any], n: int, defaults_tail: Sequence[Any]) -> list[Any]:
-    """``args`` filled up to n from ``defaults_tail``, the defaults of the last arguments.
-
-    For ``__torch_dispatch__`` handlers, where arguments with default values may be missing. Raises RuntimeError if an
-    argument without a default is missing.
-    """
-    missing = n - len(args)
-    if missing > len(defaults_tail):
-        raise RuntimeError(f"got {len(args)} of {n} arguments, and only the last {len(defaults_tail)} have defaults")
-    return [*args, *(defaults_tail[len(defaults_tail) - missing :] if missing > 0 else ())]
-
-
-def _register_custom_op(lib: Any, inductor_decomposed: bool = True) -> Callable[[Any], Any]:
-    """Decorator that makes a function with annotated arguments an op of ``lib``, named as it without its first "_".
-
-    ``torch.export`` keeps the op whole. With ``inductor_decomposed`` inductor traces through it; without, it stays
-    whole there too, and needs :func:`_register_meta_op`.
-    """
-    key = "CompositeImplicitAutograd" if inductor_decomposed else "CompositeExplicitAutograd"
-
-    def add(fn: Any) -> Any:
-        from torch._inductor.decomposition import register_decomposition
-        from torch.library import infer_schema
-
-        name = fn.__name__.removeprefix("_")
-        if not name.isidentifier():
-            raise ValueError(
-                f"an op is named after its function, and {fn.__name__!r} is not a valid name; use def, not lambda"
-            )
-        lib.define(name + infer_schema(fn, mutates_args=()))
-        lib.impl(name, fn, key)
-        op = getattr(getattr(torch.ops, lib.ns), name)
-        if inductor_decomposed:
-            register_decomposition([op])(fn)
-        return op
-
-    return add
-
-
-def _register_meta_op(lib: Any, op_name: str) -> Callable[[Any], Any]:
-    """Decorator: the meta implementation of the op ``op_name`` of ``lib``."""
-
-    def add(fn: Any) -> Any:
-        lib.impl(op_name, fn, "Meta")
-        return fn
-
-    return add
-
-
-def register_as_pytree_constant(cls: type) -> type:
-    """Class decorator: torch's tracers treat instances as constants, compared by ``==``."""
-    torch.utils._pytree.register_constant(cls)
-    return cls
 
 
 # -- tensor subclasses as plain parameters -----------------------------------------------------------------------------

@@ -28,14 +28,14 @@ from .enums import Float8MMConfig
 from .qparams import require
 
 __all__ = [
-    "AQTTensorImpl", "BlockSparseLayout", "CutlassInt4PackedLayout", "CutlassSemiSparseLayout", "Float8AQTTensorImpl",
-    "Float8Layout", "FloatxTensorCoreLayout", "Int4CPUAQTTensorImpl", "Int4CPULayout", "Int4XPULayout",
-    "Int8DynamicActInt4WeightCPULayout", "Layout", "MarlinQQQLayout", "MarlinSparseLayout",
+    "AQTTensorImpl", "BlockSparseLayout", "CutlassInt4PackedLayout", "CutlassSemiSparseLayout",
+    "Float8AQTTensorImpl", "Float8Layout", "FloatxTensorCoreLayout", "Int4CPUAQTTensorImpl", "Int4CPULayout",
+    "Int4XPULayout", "Int8DynamicActInt4WeightCPULayout", "Layout", "MarlinQQQLayout", "MarlinSparseLayout",
     "PackedLinearInt8DynamicActivationIntxWeightLayout", "PlainAQTTensorImpl", "PlainLayout", "QDQLayout",
-    "QDQTensorImpl", "SemiSparseLayout", "TensorCoreTiledAQTTensorImpl", "TensorCoreTiledLayout", "UintxAQTTensorImpl",
-    "UintxLayout", "UintxTensor", "dequantize_per_tensor_uint4", "down_size", "get_tensor_impl_constructor",
-    "layout_of", "maskbits", "numbits", "pack", "pack_cpu", "pack_uint4", "quantize_per_tensor_uint4",
-    "register_layout", "shifts", "to_uintx", "unpack", "unpack_cpu", "unpack_uint4", "up_size",
+    "QDQTensorImpl", "SemiSparseLayout", "TensorCoreTiledAQTTensorImpl", "TensorCoreTiledLayout",
+    "UintxAQTTensorImpl", "UintxLayout", "UintxTensor", "down_size", "get_tensor_impl_constructor", "layout_of",
+    "maskbits", "numbits", "pack", "pack_cpu", "pack_uint4", "register_layout", "shifts", "unpack", "unpack_cpu",
+    "unpack_uint4", "up_size",
 ]  # fmt: skip
 
 # -- packed codes ------------------------------------------------------------------------------------------------------
@@ -96,17 +96,6 @@ def pack_uint4(uint8_data: Tensor) -> Tensor:
 def unpack_uint4(uint8_data: Tensor) -> Tensor:
     """Bytes [.., n] -> uint8 codes [.., 2 n]."""
     return torch.stack([uint8_data >> 4, uint8_data & 15], -1).reshape(up_size(uint8_data.shape))
-
-
-def quantize_per_tensor_uint4(input: Tensor, scale: float, zero_point: int) -> Tensor:
-    """Packed codes clamp(round(x * (1 / scale)) + zero_point, 0, 15)."""
-    codes = ((input * (1.0 / scale)).round() + zero_point).clamp(0, 15)
-    return pack_uint4(codes.to(torch.uint8))
-
-
-def dequantize_per_tensor_uint4(input: Tensor, scale: float, zero_point: int) -> Tensor:
-    """(code - zero_point) * scale in float32."""
-    return (unpack_uint4(input).to(torch.float32) - zero_point) * scale
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
@@ -266,14 +255,6 @@ TensorCoreTiledAQTTensorImpl = _impl(
     "TensorCoreTiledAQTTensorImpl", "packed_weight in the order of NVIDIA's tensor cores, scale_and_zero.",
     TensorCoreTiledLayout,
 )  # fmt: skip
-
-
-def to_uintx(tensor: Tensor, dtype: Any, pack_dim: int = -1) -> Tensor:
-    """The codes unchanged: packing happens when a weight is built. Raises ValueError beyond the dtype's range."""
-    bits = int(str(dtype).rpartition("uint")[2])
-    if bool((tensor >= 1 << bits).any()):
-        raise ValueError(f"to_uintx: codes up to {int(tensor.max())} do not fit {dtype}")
-    return tensor.to(torch.uint8)
 
 
 _IMPLS: dict[type, Any] = {}

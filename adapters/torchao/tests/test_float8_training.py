@@ -57,20 +57,9 @@ def test_casts_are_torchaos(key: str) -> None:
 
 
 def test_the_gradient_passes_through_casts() -> None:
-    from torchao.float8.float8_scaling_utils import NoopFwToFloat8BwDynamic
-    from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
-
     x = torch.randn(6, 4, requires_grad=True)
     (cast(x).to_original_precision() * torch.arange(4.0)).sum().backward()
     assert torch.equal(x.grad, torch.arange(4.0).expand(6, 4))
-    leaf = torch.randn(3, 16, requires_grad=True)
-    y = NoopFwToFloat8BwDynamic.apply(leaf, options(emulate=True), torch.float8_e5m2)
-    assert torch.equal(y, leaf)
-    (g,) = torch.autograd.grad(y, leaf, torch.randn(3, 16))
-    assert isinstance(g, Float8TrainingTensor)
-    assert g._data.dtype is torch.float8_e5m2
-    assert g._gemm_input_role is GemmInputRole.GRAD_OUTPUT
-    assert g._linear_mm_config == options(emulate=True)
 
 
 def test_extremes_of_casts() -> None:
@@ -136,59 +125,15 @@ def test_wrong_products_say_why() -> None:
 
 def test_unwrapped_products() -> None:
     from torchao.float8.float8_ops import addmm_float8_unwrapped
-    from torchao.float8.inference import (
-        Float8MMConfig,
-        addmm_float8_unwrapped_inference,
-        preprocess_data,
-        preprocess_scale,
-    )
 
     a, b = cast(torch.randn(4, 8), -1), cast(torch.randn(8, 3), 0)
     told = a.to_original_precision() @ b.to_original_precision() + 1
     args = (a._data, a._scale, b._data, b._scale, torch.float32)
     torch.testing.assert_close(addmm_float8_unwrapped(*args, bias=torch.ones(3)), told, rtol=1e-5, atol=1e-5)
-    args = (a._data, 1 / a._scale, b._data, 1 / b._scale, torch.bfloat16)
-    got = addmm_float8_unwrapped_inference(*args, bias=torch.ones(3, dtype=torch.bfloat16), use_fast_accum=True)
-    torch.testing.assert_close(got, told.bfloat16())
-    one, two = preprocess_data(a._data, b._data, Float8MMConfig(pad_inner_dim=True))
-    assert (tuple(one.shape), tuple(two.shape), one.stride(), two.stride()) == ((4, 16), (16, 3), (16, 1), (1, 16))
-    assert torch.equal(one[:, :8].float(), a._data.float())
-    assert preprocess_scale(torch.tensor(2.0), (4, 8)).tolist() == [[2.0]]
-    assert preprocess_scale(torch.ones(2, 3), (2, 3, 8)).shape == (6, 1)
-    assert preprocess_scale(torch.ones(5), (5, 8)).shape == (5, 1)
     with pytest.raises(ValueError, match=r"shapes \[4, 8\] and \[4, 8\] do not match"):
         addmm_float8_unwrapped(a._data, a._scale, a._data, a._scale, torch.float32)
     with pytest.raises(ValueError, match=r"a must be float8_e4m3fn or float8_e5m2, got torch\.float32"):
         addmm_float8_unwrapped(torch.ones(2, 2), torch.ones(()), torch.ones(2, 2), torch.ones(()), torch.float32)
-
-
-def test_granularities_of_inference() -> None:
-    from torchao.float8.inference import (
-        _check_hardware_support,
-        _is_1_128_scaled,
-        _is_128_128_scaled,
-        _is_rowwise_scaled,
-        _is_tensorwise_scaled,
-        _normalize_granularity,
-    )
-    from torchao.quantization import Float8Tensor, PerBlock, PerRow, PerTensor
-
-    w = torch.randn(128, 256)
-    kinds = (PerRow(), PerTensor(), PerBlock((1, 128)), PerBlock((128, 128)))
-    tests = (_is_rowwise_scaled, _is_tensorwise_scaled, _is_1_128_scaled, _is_128_128_scaled)
-    for i, kind in enumerate(kinds):
-        found = [test(Float8Tensor.from_hp(w, granularity=kind)) for test in tests]
-        assert found == [j == i for j in range(4)]
-    assert _normalize_granularity(None) == (PerTensor(), PerTensor())
-    assert _normalize_granularity([PerRow(), PerRow()]) == (PerRow(), PerRow())
-    blocks = (PerBlock((1, 128)), PerBlock((128, 128)))
-    assert _normalize_granularity(blocks) == blocks
-    _check_hardware_support((PerRow(), PerRow()))
-    for wrong in ((PerRow(), PerTensor()), (PerBlock((1, 128)), PerBlock((1, 128))), "rows", (PerRow(),)):
-        with pytest.raises(ValueError, match="granularity"):
-            _normalize_granularity(wrong)
-    with pytest.raises(ValueError, match="Invalid granularities"):
-        _check_hardware_support((PerRow(), PerTensor()))
 
 
 # -- views and copies --------------------------------------------------------------------------------------------------
@@ -273,15 +218,10 @@ def test_tensors_are_saved_and_shown(tmp_path: Path) -> None:
 
 def test_whether_a_tensor_is_cast() -> None:
     from torchao.float8.distributed_utils import tensor_already_casted_to_fp8
-    from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim
-    from torchao.float8.float8_utils import ScalingGranularity, fp8_tensor_statistics
 
     x = torch.tensor([[1.0, 0.0, -2.0], [0.0, 2.0, 0.5]])
     assert tensor_already_casted_to_fp8(cast(x))
     assert not tensor_already_casted_to_fp8(x)
-    assert fp8_tensor_statistics(cast(x), E4M3) == (2, 2)
-    assert get_maybe_axiswise_dim(0, ScalingGranularity.AXISWISE) == 0
-    assert get_maybe_axiswise_dim(0, ScalingGranularity.TENSORWISE) is None
 
 
 @COMPILED
@@ -301,7 +241,7 @@ def test_compiled_casts_and_products() -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_a_layers_gradients_are_torchaos(recipe: str) -> None:
     from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+    from torchao.float8.float8_linear import Float8Linear
 
     plain = nn.Linear(48, 32)
     plain.weight.data.copy_(TOLD["w"].t())
@@ -317,35 +257,6 @@ def test_a_layers_gradients_are_torchaos(recipe: str) -> None:
     for name, value in (("y", y), ("x", x.grad), ("w", layer.weight.grad), ("b", layer.bias.grad)):
         told = TOLD[f"layer.{recipe}.{name}"]
         assert float((value - told).norm() / told.norm()) < 1e-6
-    x2, w2 = TOLD["x"].clone().requires_grad_(), TOLD["w"].clone().requires_grad_()
-    product = matmul_with_hp_or_float8_args.apply(x2, w2, layer.linear_mm_config, config)
-    product.backward(TOLD["g"])
-    torch.testing.assert_close(product.detach() + torch.arange(32.0), y, rtol=0, atol=1e-5)
-    assert torch.equal(x2.grad, x.grad)
-    assert torch.equal(w2.grad.t(), layer.weight.grad)
-
-
-def test_a_product_of_operands_that_are_float8_already() -> None:
-    from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
-
-    config = Float8LinearConfig()
-    x, w = TOLD["x"].clone().requires_grad_(), TOLD["w"].clone().requires_grad_()
-    told = cast(x.detach()).to_original_precision() @ cast(w.detach()).to_original_precision()
-    for a, b in ((cast(x), w), (x, cast(w, role="weight")), (cast(x), cast(w, role="weight"))):
-        y = matmul_with_hp_or_float8_args.apply(a, b, options(), config)
-        torch.testing.assert_close(y, told, rtol=1e-5, atol=1e-4)
-        y.backward(TOLD["g"])
-    gw = x.detach().t() @ TOLD["g"]
-    assert float((w.grad / 3 - gw).norm() / gw.norm()) < 0.1
-
-
-def test_layers_of_a_model() -> None:
-    from torchao.float8.float8_linear_utils import convert_to_float8_training, get_float8_layers
-
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 4)))
-    convert_to_float8_training(model, module_filter_fn=lambda layer, name: name == "1.0")
-    assert get_float8_layers(model) == [model[1][0]]
 
 
 def losses(recipe: str | None, compiled: bool = False, steps: int = 30) -> list[float]:
@@ -380,48 +291,7 @@ def test_a_compiled_model_trains_the_same() -> None:
     assert losses("tensorwise", compiled=True, steps=4) == pytest.approx(losses("tensorwise", steps=4), rel=1e-3)
 
 
-# -- float8nocompile ---------------------------------------------------------------------------------------------------
-
-
-# -- the weight packed for a CPU ---------------------------------------------------------------------------------------
-
-
 # -- scales that are given, up to 0.9 ----------------------------------------------------------------------------------
-
-
-def test_given_scales() -> None:
-    from torchao.float8 import Float8LinearConfig, linear_requires_sync
-    from torchao.float8.float8_scaling_utils import (
-        NoopFwToFloat8BwStatic,
-        hp_tensor_to_float8_delayed,
-        hp_tensor_to_float8_static,
-    )
-    from torchao.float8.float8_utils import (
-        amax_history_to_scale,
-        amax_history_to_scale_stack,
-        config_has_stateful_scaling,
-    )
-
-    x, scale, buffer = torch.tensor([[1.0, -3.0], [0.5, 2.0]]), torch.tensor(8.0), torch.zeros(1)
-    t = hp_tensor_to_float8_static(x, scale, E4M3, options())
-    assert torch.equal(t.to_original_precision(), x)
-    assert torch.equal(t._data.float(), 8 * x)
-    assert hp_tensor_to_float8_static(t, scale, E4M3, options()) is t
-    assert torch.equal(hp_tensor_to_float8_delayed(x, scale, E4M3, buffer)._data.float(), 8 * x)
-    assert buffer.item() == 3
-    leaf = x.clone().requires_grad_()
-    y = NoopFwToFloat8BwStatic.apply(leaf, scale, options(), torch.float8_e5m2)
-    (g,) = torch.autograd.grad(y, leaf, x)
-    assert torch.equal(g._data.float(), 8 * x)
-    assert g._data.dtype is torch.float8_e5m2
-    history = torch.tensor([[1.0, 7.0, 2.0], [0.5, 0.0, 0.25]])
-    assert amax_history_to_scale(history[0], E4M3).item() == 64
-    assert amax_history_to_scale_stack(history, E4M3).tolist() == [64, 896]
-    assert amax_history_to_scale_stack(history, E4M3, "max", True).tolist() == [64, 512]
-    with pytest.raises(NotImplementedError, match="only 'max'"):
-        amax_history_to_scale(history, E4M3, "mean")
-    assert not config_has_stateful_scaling(Float8LinearConfig())
-    assert not linear_requires_sync(Float8LinearConfig())
 
 
 class FeedForward(nn.Module):

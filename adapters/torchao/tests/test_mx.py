@@ -13,21 +13,15 @@ from torch import Tensor
 
 from pennyweight.core.numerics import quantize
 from pennyweight.core.spec import MXFP4, MXFP8
+from pennyweight.io.codecs.torchao.mx import SUPPORTED_ELEM_DTYPES, swap_halves
 from pennyweight_torchao.enums import KernelPreference, MXGemmKernelChoice, NVFP4MMConfig, ScaleCalculationMode
-from pennyweight_torchao.prototype.mx_formats import constants, custom_cast, kernels, utils
-from pennyweight_torchao.prototype.mx_formats.config import _validate_elem_dtype, _validate_kernel_preference
+from pennyweight_torchao.prototype.mx_formats import utils
+from pennyweight_torchao.prototype.mx_formats.config import _validate_kernel_preference
 from pennyweight_torchao.prototype.mx_formats.mx_tensor import (
-    FromMXConstrFunc,
     MXTensor,
     QuantizeTensorToMXKwargs,
-    ToMXConstrFunc,
-    _addmm_mx_dispatch,
     _to_mx_rceil,
     get_fp_scale,
-    tensor_size_fp4x2_to_hp,
-    tensor_size_fp6x4_to_hpx3,
-    tensor_size_hp_to_fp4x2,
-    tensor_size_hpx3_to_fp6x4,
     to_dtype,
     to_mx,
 )
@@ -44,7 +38,7 @@ from pennyweight_torchao.prototype.safetensors.safetensors_support import (
 
 FOLDER = Path(__file__).parent / "golden"
 GOLDEN = load_file(str(FOLDER / "torchao_0.18_mx.safetensors"))
-ELEMENTS = dict(zip(("e4m3", "e5m2", "e2m3", "e3m2", "e2m1"), constants.SUPPORTED_ELEM_DTYPES, strict=True))
+ELEMENTS = dict(zip(("e4m3", "e5m2", "e2m3", "e3m2", "e2m1"), SUPPORTED_ELEM_DTYPES, strict=True))
 MX_CASES = sorted(k.removesuffix(".qdata") for k in GOLDEN if k.startswith("mx.") and k.endswith(".qdata"))
 NV_CASES = sorted(k.removesuffix(".qdata") for k in GOLDEN if k.startswith("nv.") and k.endswith(".qdata"))
 every_element = pytest.mark.parametrize("element", ELEMENTS.values(), ids=ELEMENTS)
@@ -161,47 +155,6 @@ def test_rceil_by_hand() -> None:
 # -- codes, packing, layouts -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["f4", "f6_e2m3", "f6_e3m2"])
-def test_unpacked_codes(name: str) -> None:
-    encode, decode = getattr(kernels, f"f32_to_{name}_unpacked"), getattr(custom_cast, f"{name}_unpacked_to_f32")
-    codes = torch.arange(16 if name == "f4" else 64, dtype=torch.uint8)
-    numbers = decode(codes)
-    assert torch.equal(encode(numbers), codes)
-    top = numbers.abs().max()
-    assert torch.equal(decode(encode(torch.tensor([1e9, -math.inf]))), torch.stack([top, -top]))
-    middle = (numbers[2] + numbers[3]) / 2  # ties go to the even code
-    assert int(encode(middle.reshape(1))) == 2
-    assert decode(encode(torch.tensor([math.nan]))).isfinite().all()
-
-
-def test_packing() -> None:
-    codes = torch.randint(0, 16, (3, 8), dtype=torch.uint8)
-    packed = kernels.pack_uint4(codes)
-    assert packed.shape == (3, 4)
-    assert int(packed[0, 0]) == int(codes[0, 0]) + 16 * int(codes[0, 1])
-    assert torch.equal(kernels.unpack_uint4(packed), codes)
-    assert torch.equal(kernels.triton_f4_to_bf16(packed).float(), kernels.f4_unpacked_to_f32(codes))
-    older = custom_cast.pack_uint4(codes)
-    assert int(older[0, 0]) == 16 * int(codes[0, 0]) + int(codes[0, 1])
-    assert torch.equal(custom_cast.unpack_uint4(older), codes)
-    assert torch.equal(custom_cast.triton_f4_to_bf16(older), kernels.triton_f4_to_bf16(packed))
-    scale = torch.tensor([[126], [127], [129]], dtype=torch.uint8)
-    want = kernels.f4_unpacked_to_f32(codes) * torch.tensor([[0.5], [1.0], [4.0]])
-    assert torch.equal(kernels.triton_f4_to_scaled_bf16(packed, scale, 8).float(), want)
-    assert torch.equal(custom_cast.triton_f4_to_scaled_bf16(older, scale, 8).float(), want)
-    with pytest.raises(AssertionError, match="the last axis must be even"):
-        kernels.pack_uint4(codes[:, :3])
-    assert kernels.down_size((2, 6)) == (2, 3)
-    assert kernels.up_size((2, 3)) == (2, 6)
-    six = torch.tensor([[0b111111, 0b000001, 0b100000, 0b010101]], dtype=torch.uint8)
-    assert [f"{b:08b}" for b in kernels.pack_uint6_pytorch(six)[0].tolist()] == ["11110000", "01011000", "11010100"]
-    assert [f"{b:08b}" for b in kernels.pack_uint6(six)[0].tolist()] == ["11110000", "10000101", "11010001"]
-    with pytest.raises(AssertionError, match="4 must divide the last axis"):
-        kernels.pack_uint6(six[:, :3])
-    assert kernels.get_bits(torch.tensor(-2, dtype=torch.int8)) == "11111110"
-    assert kernels.get_bits(torch.tensor(5, dtype=torch.uint8)) == "00000101"
-
-
 @pytest.mark.parametrize("name", ["e2m3", "e3m2"])
 def test_packed_fp6_has_the_values_of_unpacked(name: str) -> None:
     x, element = torch.randn(4, 64), ELEMENTS[name]
@@ -210,9 +163,6 @@ def test_packed_fp6_has_the_values_of_unpacked(name: str) -> None:
     assert packed.shape == (4, 48)
     want = to_dtype(codes, scale, element, 32, torch.bfloat16)
     assert torch.equal(to_dtype(packed, scale, element, 32, torch.bfloat16, False, True), want)
-    assert torch.equal(getattr(kernels, f"triton_f6_{name}_to_scaled_bf16")(packed, scale, 32), want)
-    alone = getattr(kernels, f"triton_f6_{name}_to_bf16")(packed[:, :24].contiguous())
-    assert torch.equal(alone.float(), getattr(kernels, f"f6_{name}_unpacked_to_f32")(codes[:, :32]))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (128, 4), (130, 5), (256, 9)])
@@ -226,75 +176,20 @@ def test_blocked(shape: tuple[int, int]) -> None:
         assert blocked[tile * 512 + (i % 32) * 16 + (i % 128 // 32) * 4 + j % 4] == scale[i, j]
     assert torch.equal(utils.from_blocked(blocked, *shape), scale)
     assert torch.equal(utils.from_blocked(blocked.view(high * 32, -1), *shape), scale)
-    assert kernels.triton_mx_block_rearrange(scale).shape == (high * 128, wide * 4)
     with pytest.raises(ValueError, match="swizzled scale of"):
         utils.from_blocked(blocked, shape[0] + 128, shape[1])
 
 
-def test_one_tile() -> None:
-    tile = torch.arange(512).view(128, 4)
-    assert utils._to_blocked_single(tile)[1].tolist() == [
-        *range(4, 8),
-        *range(132, 136),
-        *range(260, 264),
-        *range(388, 392),
-    ]
-    with pytest.raises(AssertionError, match=r"a tile of scales is \[128, 4\]"):
-        utils._to_blocked_single(tile[:32])
+def test_sizes_of_swizzled_scales() -> None:
     assert utils.ceil_div(7, 3) == 3
     assert utils.hp_data_dims_to_swizzled_scale_dims_nvfp4(130, 70) == (64, 32)
 
 
-def test_kernels_of_gpus_have_the_same_values_here() -> None:
-    x = torch.randn(64, 96)
-    scale, codes = to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
-    across, down = to_mx(x.t().contiguous(), torch.float8_e4m3fn, 32, ScaleCalculationMode.FLOOR)
-    rows, row_scale = kernels.triton_to_mxfp8_dim0(x)
-    assert torch.equal(raw(rows), raw(codes))
-    assert torch.equal(raw(row_scale), raw(scale))
-    columns, column_scale = kernels.triton_to_mxfp8_dim1(x, scaling_mode="floor")
-    assert columns.shape == x.shape
-    assert torch.equal(raw(columns.t()), raw(down))
-    assert torch.equal(raw(column_scale), raw(across))
-    again, _ = kernels.triton_to_mxfp8_dim1_reference(x, 32, ScaleCalculationMode.FLOOR)
-    assert torch.equal(raw(again.t()), raw(down))
-    value = kernels.triton_mxfp8_dequant_dim0(rows, row_scale, torch.float32)
-    assert torch.equal(value, to_dtype(codes, scale, torch.float8_e4m3fn, 32, torch.float32))
-    parts = kernels.mxfp8_quantize_cuda(x, rowwise=True, scaling_mode="floor")
-    assert [tuple(p.shape) for p in parts] == [(64, 96), (64, 96), (64, 3, 1), (96, 2)]
-    assert kernels.mxfp8_quantize_cuda(x)[0].numel() == 0
-    with pytest.raises(AssertionError, match="multiples of 32"):
-        kernels.mxfp8_quantize_cuda(x[:33])
-    blocked, packed = kernels.mslk_quantize_nvfp4(x)
-    plain, same_codes = nvfp4_quantize(x)
-    assert torch.equal(packed, same_codes)
-    assert torch.equal(raw(utils.from_blocked(raw(blocked), 64, 6)), raw(plain))
-    sizes = torch.tensor([10, 0, 54])
-    up = kernels.mslk_calculate_group_max(x, sizes)
-    assert up.tolist() == [
-        pytest.approx(2688 / float(x[:10].abs().max())),
-        1.0,
-        pytest.approx(2688 / float(x[10:].abs().max())),
-    ]
-    stacked, scales = kernels.mslk_quantize_nvfp4_stacked(sizes, x, up)
-    assert torch.equal(raw(stacked)[:10], nvfp4_quantize(x[:10].contiguous(), 16, 1 / up[0])[1])
-    assert scales.shape == (256, 8)
-
-
-def test_sizes() -> None:
-    assert tensor_size_hp_to_fp4x2((4, 8), True) == [4, 4]
-    assert tensor_size_hp_to_fp4x2((8, 4), False) == [4, 4]
-    assert tensor_size_fp4x2_to_hp((2, 4, 8), False) == [2, 8, 8]
-    assert tensor_size_hpx3_to_fp6x4((4, 8), True) == [4, 6]
-    assert tensor_size_fp6x4_to_hpx3((4, 6), True) == [4, 8]
-
-
-def test_constants_are_those_of_the_formats() -> None:
-    assert (constants.F8E4M3_MAX, constants.F8E5M2_MAX) == (448.0, 57344.0)
-    assert (constants.F6_E2M3_MAX, constants.F6_E3M2_MAX, constants.F4_E2M1_MAX) == (7.5, 28.0, 6.0)
-    assert (constants.F8E4M3_MAX_POW2, constants.F8E5M2_MAX_POW2, constants.F4_E2M1_MAX_POW2) == (8, 15, 2)
-    assert (constants.F6_E2M3_MAX_POW2, constants.F6_E3M2_MAX_POW2) == (2, 4)
-    assert torch.finfo(torch.float32).tiny == constants.F32_MIN_NORMAL
+def swizzled_nvfp4(x: Tensor, outer: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Scales in tensor-core order, and codes."""
+    scale, codes = nvfp4_quantize(x, 16, outer)
+    flat = utils.to_blocked(raw(scale)).view(scale.dtype)
+    return flat.view(utils.hp_data_dims_to_swizzled_scale_dims_nvfp4(*x.shape)), codes
 
 
 def test_wrong_data() -> None:
@@ -375,7 +270,7 @@ def test_an_nvfp4_tensor_behaves() -> None:
             assert torch.equal(piece.dequantize(), want)
             again = NVFP4Tensor(piece.qdata, piece._scale_e4m3, 16, torch.float32, piece.per_tensor_scale)
             assert torch.equal(again.dequantize(), want)
-        swizzled = kernels.mslk_quantize_nvfp4(x, outer)[0]
+        swizzled = swizzled_nvfp4(x, outer)[0]
         again = NVFP4Tensor(w.qdata, swizzled, 16, torch.float32, outer, is_swizzled_scales=True)
         assert torch.equal(again.dequantize(), value)
 
@@ -408,35 +303,7 @@ def test_quantized_inputs() -> None:
         NVFP4Tensor.to_nvfp4(x, act_per_tensor_scale=torch.tensor(0.1), act_quant_kwargs=both)
 
 
-def test_differentiable_casts() -> None:
-    x = torch.randn(4, 64, requires_grad=True)
-    w = ToMXConstrFunc.apply(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.FLOOR, False, None)
-    assert isinstance(w, MXTensor)
-    y = FromMXConstrFunc.apply(w, torch.bfloat16)
-    assert torch.equal(y, MXTensor.to_mx(x, torch.float8_e4m3fn).dequantize(torch.bfloat16))
-    g = torch.randn(4, 64).bfloat16()
-    y.backward(g)
-    assert torch.equal(x.grad, g.float())
-
-
-def test_products_and_transposes_by_name() -> None:
-    x, w, bias = torch.randn(5, 64), torch.randn(32, 64), torch.randn(32)
-    for a, b in ((MXTensor.to_mx(x, torch.float8_e4m3fn), MXTensor.to_mx(w, torch.float8_e4m3fn)),
-                 (NVFP4Tensor.to_nvfp4(x), NVFP4Tensor.to_nvfp4(w))):  # fmt: skip
-        want = a.dequantize() @ b.dequantize().t()
-        torch.testing.assert_close(_addmm_mx_dispatch(a, b.t()), want)
-        torch.testing.assert_close(_addmm_mx_dispatch(a, b.t(), None, bias), want + bias)
-    made = utils._to_mxfp8_dim1_kernel_wrapper(
-        w, 32, torch.float8_e4m3fn, torch.bfloat16, KernelPreference.EMULATED, None, ScaleCalculationMode.RCEIL
-    )
-    want = MXTensor.to_mx(w.t().contiguous(), torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
-    assert torch.equal(made.dequantize(), want.dequantize().bfloat16())
-
-
 def test_checks_of_torchao() -> None:
-    _validate_elem_dtype("fp6_e2m3")
-    with pytest.raises(AssertionError, match="elem_dtype must be one of"):
-        _validate_elem_dtype(torch.bfloat16)
     _validate_kernel_preference(KernelPreference.AUTO, 32, torch.float8_e4m3fn)
     with pytest.raises(AssertionError, match=r"in blocks of 64; use KernelPreference\.EMULATED"):
         _validate_kernel_preference(KernelPreference.AUTO, 64, torch.float8_e4m3fn)
@@ -477,7 +344,7 @@ def test_pickles_of_older_releases() -> None:
     x = torch.randn(4, 64)
     for element in ELEMENTS.values():
         scale, codes = to_mx(x, element, 32, pack_fp6=True)
-        codes = custom_cast.pack_uint4(kernels.unpack_uint4(codes)) if element is torch.float4_e2m1fn_x2 else codes
+        codes = swap_halves(codes) if element is torch.float4_e2m1fn_x2 else codes
         state = {
             "_scale_e8m0": scale, "_data": codes, "_elem_dtype": element, "_block_size": 32,
             "_orig_dtype": torch.float32, "_use_fp4_custom_triton_dequant_kernel": False,
@@ -485,8 +352,8 @@ def test_pickles_of_older_releases() -> None:
         }  # fmt: skip
         w = MXTensor.restore(state, x)
         assert torch.equal(w.dequantize(), MXTensor.to_mx(x, element).dequantize())
-    scale, codes = kernels.mslk_quantize_nvfp4(x)
-    codes = custom_cast.pack_uint4(kernels.unpack_uint4(codes))
+    scale, codes = swizzled_nvfp4(x)
+    codes = swap_halves(codes)
     state = {
         "_scale_e4m3": scale, "_is_swizzled_scales": True, "_per_tensor_scale": None, "_data": codes, "_block_size": 16,
         "_orig_dtype": torch.bfloat16, "mm_config": NVFP4MMConfig.DYNAMIC, "use_triton_kernel": True,

@@ -18,20 +18,15 @@ from pennyweight.kernels.cpu.library import usable
 from pennyweight_torchao.dtypes import nf4tensor
 from pennyweight_torchao.dtypes._nf4tensor_api import NF4WeightOnlyConfig, nf4_weight_only
 from pennyweight_torchao.dtypes.nf4tensor import (
-    _INNER_TENSOR_NAMES_FOR_SHARDING,
-    CompareOp,
     LinearNF4,
     NF4Tensor,
     SubclassTensorArgs,
-    construct_nf4_args,
     get_block_absmax,
     implements,
     linear_nf4,
-    nf4_constructor,
-    same_metadata,
     to_nf4,
 )
-from pennyweight_torchao.nf4 import operators
+from pennyweight_torchao.nf4 import operators, parts
 from pennyweight_torchao.quantization import quantize_
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -113,14 +108,27 @@ def test_what_cannot_be_quantized(shape: tuple, blocks: tuple, error: type, says
         to_nf4(torch.randn(shape), *blocks)
 
 
+def built(w: torch.Tensor, **changed: torch.Tensor) -> torch.Tensor:
+    """NF4Tensor(...) of the parts of w, some of them changed."""
+    old = parts.describe(w)
+    meta = SubclassTensorArgs(
+        old.original_shape, old.original_strides, old.storage_offset, old.dtype, old.device, old.requires_grad
+    )
+    names = (
+        "block_size", "n_blocks", "scaler_block_size", "quantized_scalers", "quantization_factor", "scaler_mean",
+        "quantized_data", "nf4",
+    )  # fmt: skip
+    return NF4Tensor(meta, *(changed[name] if name in changed else getattr(w, name) for name in names))
+
+
 def test_nan_is_an_error_and_so_are_parts_of_other_sizes() -> None:
     with pytest.raises(ValueError, match="to_nf4: 1 of 64 values are NaN"):
         to_nf4(torch.cat([torch.zeros(63), torch.tensor([float("nan")])]), 32, 2)
     w = to_nf4(weight(), 64, 256)
     with pytest.raises(ValueError, match="quantized_scalers of 2, expected 512"):
-        NF4Tensor(*construct_nf4_args(w, {"quantized_scalers": torch.zeros(2, dtype=torch.int8)}))
+        built(w, quantized_scalers=torch.zeros(2, dtype=torch.int8))
     with pytest.raises(ValueError, match="unsupported table"):
-        NF4Tensor(*construct_nf4_args(w, {"nf4": w.nf4 * 2}))
+        built(w, nf4=w.nf4 * 2)
 
 
 # -- attributes and operators ------------------------------------------------------------------------------------------
@@ -170,11 +178,11 @@ def test_shards(shape: tuple) -> None:
     chunks = torch.chunk(w, 2)
     assert [c.size(0) for c in chunks] == [shape[0] // 2] * 2
     assert torch.equal(torch.cat([c.get_original_weight() for c in chunks]), w.get_original_weight())
-    for name in _INNER_TENSOR_NAMES_FOR_SHARDING:
+    for name in ("quantized_scalers", "quantization_factor", "quantized_data"):
         assert torch.equal(torch.cat([getattr(c, name) for c in chunks]), getattr(w, name)), name
     shard = w.new_zeros(chunks[0].size())
     assert isinstance(shard, NF4Tensor)
-    assert same_metadata(shard, chunks[0])
+    assert shard.n_blocks == chunks[0].n_blocks
     assert (shard.dequantize() == 0).all()
     shard[: chunks[0].size(0)].copy_(chunks[1])
     assert torch.equal(shard.dequantize(), chunks[1].dequantize())
@@ -263,32 +271,6 @@ def test_your_own_functions() -> None:
     assert to_nf4(weight(32, 1024), 64, 256).trace() == "mine"
     with pytest.warns(pw.FallbackWarning, match="trace"):
         assert type(to_nf4(weight()).trace()) is torch.Tensor
-
-
-def test_helpers_of_handlers() -> None:
-    w = to_nf4(weight())
-    assert torch.equal(nf4_constructor(*construct_nf4_args(w)).dequantize(), w.dequantize())
-    detached = nf4tensor.apply_to_inner_tensors(w, torch.ops.aten.detach, (), {})
-    assert [*detached] == _INNER_TENSOR_NAMES_FOR_SHARDING
-    assert detached["quantized_data"].data_ptr() != 0
-    assert nf4tensor.call_from_inner_tensors(w, "numel", (), {})["quantized_scalers"] == w.n_blocks
-    assert len(nf4tensor.nf4_split(torch.ops.aten.split.Tensor, (w, 32), {})) == 2
-    assert isinstance(nf4tensor.clone(torch.ops.aten.clone.default, (w,), {}), NF4Tensor)
-    assert type(nf4tensor.function_to_dtype(w, torch.float32)) is torch.Tensor
-    assert isinstance(nf4tensor.function_narrow(w, 0, 0, 64), NF4Tensor)
-    assert not same_metadata(w, to_nf4(weight(), 32, 256))
-    assert not same_metadata(w, weight())
-
-    @nf4tensor.expect_num_of_args(CompareOp.LT, 3, "too many")
-    @nf4tensor.expect_arg_value_at_k(0, CompareOp.EQ, 5, "first=")
-    @nf4tensor.expect_args_len_at_k(1, CompareOp.LT, 3, "length ")
-    def handler(aten_op, args, kwargs=None):
-        return aten_op, args
-
-    assert handler("op", (5, [1, 2])) == ("op", (5, [1, 2]))
-    for args, says in (((5, [1], 2), "too many"), ((4, [1]), "first=4"), ((5, [1, 2, 3]), "length 3")):
-        with pytest.raises(NotImplementedError, match=says):
-            handler("op", args)
 
 
 # -- QLoRA -------------------------------------------------------------------------------------------------------------

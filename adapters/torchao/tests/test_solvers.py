@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from pennyweight_torchao.enums import MappingType
-from pennyweight_torchao.format_primitives import _choose_qparams_gguf, _dequantize_gguf, _quantize_gguf
 from pennyweight_torchao.groupwise import compute_error
 from pennyweight_torchao.hqq import (
     _choose_qparams_and_quantize_affine_hqq,
@@ -108,36 +107,3 @@ def test_qqq_errors(w: torch.Tensor) -> None:
         _choose_qparams_and_quantize_affine_qqq(w, 8, 128)
     with pytest.raises(AssertionError, match="groupsize"):
         _choose_qparams_and_quantize_affine_qqq(w, 4, 64)
-
-
-@pytest.mark.parametrize("shift", [0.0, 2.0, -2.0])
-@pytest.mark.parametrize("block", [16, 32])
-@pytest.mark.parametrize("columns", [256, 512])
-def test_gguf_codes_have_four_bits(shift: float, block: int, columns: int) -> None:
-    """torchao's are floats that were never rounded, with which the weight comes back at 154 dB."""
-    w = torch.randn(8, columns, generator=torch.Generator().manual_seed(2)) + shift
-    parameters = _choose_qparams_gguf(w, (1, block), torch.uint4)
-    supers = (8,) if columns == 256 else (8, 2)
-    assert [tuple(p.shape) for p in parameters] == [supers, supers, (*supers, 256 // block), (*supers, 256 // block)]
-    for p in parameters[2:]:
-        assert torch.equal(p, p.round())
-        assert p.min() >= 0
-        assert p.max() == 63 or not p.any()
-    codes = _quantize_gguf(w, (1, block), torch.uint4, *parameters)
-    assert (codes.dtype, int(codes.min()), int(codes.max())) == (torch.uint8, 0, 15)
-    back = _dequantize_gguf(codes, (1, block), torch.uint4, *parameters)
-    assert 20 < compute_error(w, back) < 35
-    again = _dequantize_gguf(codes, (1, block), torch.uint4, *parameters, output_dtype=torch.bfloat16)
-    assert torch.equal(again, back.bfloat16())
-
-
-def test_gguf_of_zeros_and_errors() -> None:
-    w = torch.zeros(2, 256)
-    parameters = _choose_qparams_gguf(w, (1, 32), torch.uint4)
-    codes = _quantize_gguf(w, (1, 32), torch.uint4, *parameters)
-    assert torch.equal(_dequantize_gguf(codes, (1, 32), torch.uint4, *parameters), w)
-    for block, dtype in (((1, 32), torch.int4), ((1, 48), torch.uint4), ((2, 32), torch.uint4), ((32,), torch.uint4)):
-        with pytest.raises(AssertionError):
-            _choose_qparams_gguf(w, block, dtype)
-    with pytest.raises(AssertionError, match="divisible"):
-        _choose_qparams_gguf(torch.zeros(2, 384), (1, 32), torch.uint4)

@@ -40,13 +40,6 @@ def test_benchmark_model_refuses() -> None:
     assert tools._assert_and_get_unique_device(nn.Identity()) is None
 
 
-def test_microseconds() -> None:
-    calls = []
-    took = tools.benchmark_torch_function_in_microseconds(lambda x, y: calls.append(x * y), 2, y=3)
-    assert 0 < took < 1e4
-    assert set(calls) == {6}
-
-
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
@@ -80,60 +73,6 @@ def test_small_arithmetic() -> None:
         assert tools.round_up(n, 7) == 7 * math.ceil(n / 7)
 
 
-# -- operators and modules ---------------------------------------------------------------------------------------------
-
-
-def test_fill_defaults() -> None:
-    assert tools.fill_defaults([1, 2, 3], 5, [3, 4, 5]) == [1, 2, 3, 4, 5]
-    assert tools.fill_defaults([1, 2, 3], 5, [None, None, None]) == [1, 2, 3, None, None]
-    assert tools.fill_defaults((1, 2), 2, [5]) == [1, 2]
-    assert tools.fill_defaults((1, 2, 3), 2, [5]) == [1, 2, 3]
-    with pytest.raises(RuntimeError, match="got 1 of 4 arguments"):
-        tools.fill_defaults([1], 4, [2, 3])
-
-
-@pytest.mark.parametrize("decomposed", [True, False])
-def test_register_custom_op(decomposed: bool) -> None:
-    name = f"pennyweight_test_{decomposed}"
-    lib = torch.library.Library(name, "FRAGMENT")
-
-    @tools._register_custom_op(lib, decomposed)
-    def _twice_plus(x: torch.Tensor, y: float = 1.0) -> torch.Tensor:
-        return 2 * x + y
-
-    if not decomposed:
-        tools._register_meta_op(lib, "twice_plus")(lambda x, y=1.0: torch.empty_like(x))
-    op = getattr(torch.ops, name).twice_plus
-    x = torch.randn(3)
-    assert _twice_plus is op
-    assert torch.equal(op(x), 2 * x + 1)
-
-    class Model(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return op(x, 3.0)
-
-    exported = torch.export.export(Model(), (x,))
-    assert op.default in [node.target for node in exported.graph.nodes]
-    torch.testing.assert_close(exported.module()(x), 2 * x + 3)
-    torch.testing.assert_close(torch.compile(Model(), fullgraph=True)(x), 2 * x + 3)
-    with pytest.raises(ValueError, match="<lambda>"):
-        tools._register_custom_op(lib)(lambda x: x)
-
-
-def test_register_as_pytree_constant() -> None:
-    @tools.register_as_pytree_constant
-    class Constant:
-        def __eq__(self, other: object) -> bool:
-            return isinstance(other, Constant)
-
-        def __hash__(self) -> int:
-            return 1
-
-    leaves, spec = torch.utils._pytree.tree_flatten([Constant(), 3])
-    assert leaves == [3]
-    assert torch.utils._pytree.tree_unflatten([4], spec) == [Constant(), 4]
-
-
 # -- the machine -------------------------------------------------------------------------------------------------------
 
 
@@ -161,87 +100,9 @@ def test_versions() -> None:
     with pytest.raises(ValueError, match="expected a version such as"):
         hardware.parse_version("unknown")
     assert [hardware.compare_versions("2.5.0", v) for v in ("2.10.0", "2.5.0", "2.4.9")] == [-1, 0, 1]
-    assert hardware._torch_version_at_least("2.5.0.dev")
     names = [name for name in hardware.__all__ if name.startswith("TORCH_VERSION")]
     assert len(names) == 11
     assert all(getattr(hardware, name) is True for name in names)
-
-
-def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hardware.is_package_at_least("torch", "2.13")
-    assert not hardware.is_package_at_least("torch", "100.0")
-    assert not hardware.is_package_at_least("no_such_package", "0.1")
-    monkeypatch.setattr(hardware, "version", lambda name: "1.10.0rc1")
-    assert hardware.is_package_at_least("torch", "1.9.0")
-    assert hardware.is_package_at_least("torch", "1.10.0")
-    assert not hardware.is_package_at_least("torch", "1.10.1")
-    assert not hardware._is_fbgemm_genai_gpu_available()
-
-
-def test_without_a_gpu_every_question_is_answered_no(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    questions = ["is_MI300", "is_MI350", "is_ROCM"]
-    questions += ["is_sm_at_least_89", "is_sm_at_least_90", "is_sm_at_least_100"]
-    assert [getattr(hardware, name)() for name in questions] == [False] * 6
-    assert hardware.is_sm_version(9, 0) is False
-    assert hardware.is_cuda_version_at_least(1, 0) is False
-    assert hardware.get_compute_capability() == 0.0
-
-
-@pytest.mark.parametrize(("arch", "which"), [("gfx942", "is_MI300"), ("gfx950", "is_MI350")])
-def test_an_amd_gpu_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch, arch: str, which: str) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.version, "hip", "6.0")
-    monkeypatch.setattr(torch.version, "cuda", None)
-    properties = type("Properties", (), {"gcnArchName": f"{arch}:sramecc+"})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    assert {name: getattr(hardware, name)() for name in ("is_MI300", "is_MI350")} == {
-        name: name == which for name in ("is_MI300", "is_MI350")
-    }
-    assert hardware.is_ROCM()
-    assert not hardware.is_sm_at_least_89()
-
-
-def test_an_nvidia_gpu_is_told_by_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.mps, "is_available", lambda: False)
-    assert (hardware.is_sm_at_least_89(), hardware.is_sm_at_least_90(), hardware.is_sm_at_least_100()) == (
-        True,
-        True,
-        False,
-    )
-    assert (hardware.is_sm_version(9, 0), hardware.is_sm_version(8, 9)) == (True, False)
-    versions = [(12, 8), (12, 0), (11, 9), (12, 9), (13, 0)]
-    assert [hardware.is_cuda_version_at_least(*v) for v in versions] == [True, True, True, False, False]
-    assert hardware.get_compute_capability() == 9.0
-    assert hardware.get_available_devices() == ["cpu", "cuda"]
-    assert hardware.is_ROCM() is False
-
-
-def test_devices() -> None:
-    assert hardware.get_available_devices()[0] == "cpu"
-    assert hardware.is_device("cuda", "cuda:3")
-    assert hardware._is_device("cpu", torch.device("cpu"))
-    assert not hardware.is_device("cuda", "cpu")
-    assert hardware.should_reduce_range(torch.device("cuda")) is False
-    with patch.object(hardware, "_cpu_is_vnni_supported", lambda: False):
-        assert hardware.should_reduce_range(torch.device("cpu")) is True
-    assert hardware._cpu_is_vnni_supported() is torch.cpu._is_vnni_supported()
-    assert hardware._cpu_is_amx_tile_supported() is torch.cpu._is_amx_tile_supported()
-    assert hardware._cpu_has("_no_such_feature") is False
-    floats = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
-    assert all(map(hardware._is_float8_type, floats))
-    assert not any(map(hardware._is_float8_type, (torch.float8_e8m0fnu, torch.float16, torch.int8)))
-    with patch("torch.accelerator.is_available", lambda: False), pytest.raises(RuntimeError, match="no accelerator"):
-        hardware.get_current_accelerator_device()
-    with (
-        patch("torch.accelerator.is_available", lambda: True),
-        patch("torch.accelerator.current_accelerator", lambda: torch.device("cuda")),
-    ):
-        assert hardware.get_current_accelerator_device() == torch.device("cuda")
 
 
 # -- unwrapping --------------------------------------------------------------------------------------------------------

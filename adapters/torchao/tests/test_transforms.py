@@ -1,4 +1,4 @@
-"""torchao's functions for one layer, one tensor: the same codes as quantize_; the table of handlers."""
+"""torchao's table of handlers: the same codes as quantize_."""
 
 from typing import Any
 
@@ -23,17 +23,13 @@ def layer() -> nn.Linear:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
-def test_one_layer_and_one_tensor_as_quantize_does_them(config: Any) -> None:
+def test_one_layer_as_quantize_does_it(config: Any) -> None:
     want = layer()
     pw.quantize_(want, config)
     one = layer()
     assert HANDLERS[type(config)](one, config) is one
-    weight = layer().weight
-    two = transforms._int8_weight_only_quantize_tensor(weight, config)  # type: ignore[attr-defined]
     x = torch.randn(3, 64)
     assert torch.equal(one(x), want(x))
-    assert torch.equal(two.dequantize(), want.weight.dequantize())
-    assert type(weight) is nn.Parameter
     assert (one.weight.spec, one.weight.act) == (want.weight.spec, want.weight.act)
 
 
@@ -44,7 +40,7 @@ def test_another_parameter_and_none() -> None:
             self.up = nn.Parameter(torch.randn(8, 64))
 
     module = Two()
-    transforms._int8_weight_only_transform(module, CONFIGS[0], parameter_name="up")  # type: ignore[attr-defined]
+    transforms._transform(module, CONFIGS[0], parameter_name="up")
     assert isinstance(module.up, pw.AffineQuantizedTensor)
     with pytest.raises(AttributeError, match="Two has no parameter 'weight'"):
         transforms._transform(module, CONFIGS[0])
@@ -68,36 +64,8 @@ def test_the_table_of_handlers() -> None:
     assert Mine not in REGISTERED
 
 
-def test_constructors_are_inserted() -> None:
-    seen: list[Any] = []
-
-    def make(weight: torch.Tensor, scale: float, bias: Any = None) -> torch.Tensor:
-        seen.append(bias)
-        return weight * scale
-
-    one = layer()
-    want = one.weight * 2
-    transforms._get_linear_subclass_inserter(make, scale=2.0, propagate_bias=True, allow_requires_grad=True)(one)
-    assert torch.equal(one.weight, want)
-    assert one.weight.requires_grad
-    assert seen == [one.bias]
-
-    class Half:
-        @staticmethod
-        def from_float(weight: torch.Tensor) -> torch.Tensor:
-            return weight / 2
-
-    two = transforms._get_subclass_inserter(Half)(layer())
-    assert torch.equal(two.weight, layer().weight / 2)
-    assert not two.weight.requires_grad
-    with pytest.raises(NotImplementedError, match="unwrap_tensor_subclass"):
-        transforms._get_subclass_inserter(Half, True)
-
-
 def test_texts_and_filters() -> None:
     one = layer()
     assert transforms._quantization_type(one.weight).startswith("Tensor: <class")
     pw.quantize_(one, CONFIGS[0])
     assert transforms._quantization_type(one.weight).startswith("AffineQuantizedTensor(")
-    assert transforms._in_features_greater_than_16(one)
-    assert not transforms._in_features_greater_than_16(nn.ReLU())

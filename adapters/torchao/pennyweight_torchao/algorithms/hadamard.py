@@ -7,8 +7,6 @@ For powers of two the numbers are torchao's; other hadK are our own matrices, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,27 +15,8 @@ from torch import Tensor, nn
 from pennyweight.algorithms.rewrites.hadamard import hadamard, has_hadamard
 
 __all__ = [
-    "HadamardTransform",
-    "apply_exact_had_to_linear",
-    "get_had12",
-    "get_had20",
-    "get_had28",
-    "get_had36",
-    "get_had40",
-    "get_had44",
-    "get_had60",
-    "get_had108",
-    "get_had140",
-    "get_hadK",
-    "hadamard_matrix",
-    "hadamard_transform",
-    "is_pow2",
-    "matmul_hadU",
-    "matmul_hadU_fast",
-    "matmul_hadU_slow",
-    "random_hadamard_matrix",
-    "register_custom_op_abstract",
-    "register_custom_op_impl",
+    "apply_exact_had_to_linear", "get_hadK", "hadamard_matrix", "is_pow2", "matmul_hadU", "matmul_hadU_fast",
+    "matmul_hadU_slow", "random_hadamard_matrix",
 ]  # fmt: skip
 
 
@@ -46,11 +25,6 @@ def _table(n: int) -> Tensor:
     found = hadamard(n)
     assert found is not None
     return found.float()
-
-
-(
-    get_had12, get_had20, get_had28, get_had36, get_had40, get_had44, get_had60, get_had108, get_had140,
-) = (partial(_table, n) for n in (12, 20, 28, 36, 40, 44, 60, 108, 140))  # fmt: skip
 
 
 def is_pow2(n: int) -> bool:
@@ -94,35 +68,6 @@ def matmul_hadU_slow(X: Tensor, hadK: Tensor, K: int) -> Tensor:
 
 
 matmul_hadU = matmul_hadU_fast = matmul_hadU_slow
-
-
-def hadamard_transform(x: Tensor, scale: float = 1.0) -> Tensor:
-    """x H * scale, not normalized; x is padded with zeros to a power of two, as many columns of the result are kept."""
-    n = x.shape[-1]
-    wide = 1 << max(n - 1, 0).bit_length()
-    return _sylvester(nn.functional.pad(x, (0, wide - n)))[..., :n] * scale
-
-
-class HadamardTransform(torch.autograd.Function):
-    """:func:`hadamard_transform`, whose gradient is the transform of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, u: Tensor) -> Tensor:
-        return hadamard_transform(u)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return hadamard_transform(grad)
-
-
-def register_custom_op_impl(name: str) -> Callable[[Any], Any]:
-    """Decorator: a function as the custom op ``name``."""
-    return torch.library.custom_op(name, mutates_args=())
-
-
-def register_custom_op_abstract(name: str) -> Callable[[Any], Any]:
-    """Decorator: the shapes of the custom op ``name``."""
-    return torch.library.register_fake(name)
 
 
 def random_hadamard_matrix(size: int, device: Any, seed: int = 0) -> Tensor:

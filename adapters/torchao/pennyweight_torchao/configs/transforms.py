@@ -1,15 +1,11 @@
-"""torchao's functions for one layer or one tensor and a config, behind its ``quantize_``; the table of handlers.
+"""torchao's table of handlers: ``_QUANTIZE_CONFIG_HANDLER[type(config)](module, config)`` quantizes one module.
 
-``_QUANTIZE_CONFIG_HANDLER[type(config)](module, config)`` quantizes one module. torchao has a function per config for
-that, ``_int8_weight_only_transform(module, config)``, and for one tensor,
-``_int8_weight_only_quantize_tensor(weight, config)``. Here a config plans its own scheme, so all of them are one
-function under many names.
+torchao has a function per config for that. Here a config plans its own scheme, so all of them are one function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,29 +16,10 @@ from pennyweight.quantize.pipeline import quantize_
 
 Handler = Callable[..., nn.Module]
 
-_OF_MODULES = (
-    "_float8_dynamic_activation_float8_weight_transform", "_float8_dynamic_activation_int4_weight_transform",
-    "_float8_static_activation_float8_weight_transform", "_float8_weight_only_transform", "_fpx_weight_only_transform",
-    "_gemlite_uintx_weight_only_transform", "_int4_dynamic_activation_int4_weight_transform",
-    "_int4_weight_only_transform", "_int8_dynamic_activation_int4_weight_transform",
-    "_int8_dynamic_activation_int8_weight_transform", "_int8_dynamic_activation_intx_weight_transform",
-    "_int8_static_activation_int8_weight_transform", "_int8_weight_only_transform", "_intx_weight_only_transform",
-    "_uintx_weight_only_transform",
-)  # fmt: skip
-_OF_TENSORS = (
-    "_float8_dynamic_activation_float8_weight_quantize_tensor", "_float8_weight_only_quant_tensor",
-    "_int4_weight_only_quantize_tensor", "_int8_dynamic_activation_int8_weight_quantize_tensor",
-    "_int8_dynamic_activation_intx_weight_quantize_tensor", "_int8_weight_only_quantize_tensor",
-    "_intx_weight_only_quantize_tensor",
-)  # fmt: skip
-__all__ = [
-    "_QUANTIZE_CONFIG_HANDLER", "_get_linear_subclass_inserter", "_get_subclass_inserter",
-    "_in_features_greater_than_16", "_quantization_type",
-]  # fmt: skip
-__all__.extend(_OF_MODULES + _OF_TENSORS)
+__all__ = ["_QUANTIZE_CONFIG_HANDLER", "_quantization_type"]
 
 
-# -- one module, one tensor --------------------------------------------------------------------------------------------
+# -- one module --------------------------------------------------------------------------------------------------------
 
 
 def _transform(module: nn.Module, config: AOBaseConfig, *, parameter_name: str = "weight") -> nn.Module:
@@ -55,16 +32,6 @@ def _transform(module: nn.Module, config: AOBaseConfig, *, parameter_name: str =
     else:
         quantize_(module, FqnToConfig({parameter_name: config}))
     return module
-
-
-def _quantize_tensor(weight: Tensor, config: AOBaseConfig, **names: Any) -> Tensor:
-    """A weight [out, in] quantized as a linear layer's would be; the weight given is left alone."""
-    layer = nn.Linear(weight.shape[-1], weight.shape[-2], bias=False, device="meta")
-    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    return _transform(layer, config).weight.data
-
-
-globals().update(dict.fromkeys(_OF_MODULES, _transform) | dict.fromkeys(_OF_TENSORS, _quantize_tensor))
 
 
 class _Handlers(MutableMapping[type, Handler]):
@@ -98,42 +65,6 @@ class _Handlers(MutableMapping[type, Handler]):
 
 
 _QUANTIZE_CONFIG_HANDLER = _Handlers()
-
-
-# -- weights by a constructor ------------------------------------------------------------------------------------------
-
-
-def _get_linear_subclass_inserter(
-    constructor: Callable[..., Tensor], *, allow_requires_grad: bool = False, propagate_bias: bool = False,
-    **kwargs: Any,
-) -> Callable[[nn.Linear], nn.Linear]:  # fmt: skip
-    """A function that replaces a layer's weight by ``constructor(weight, **kwargs)``; with ``propagate_bias`` the
-    constructor also gets ``bias``."""
-
-    def insert(linear: nn.Linear) -> nn.Linear:
-        more = {**kwargs, "bias": linear.bias} if propagate_bias else kwargs
-        trains = allow_requires_grad and linear.weight.requires_grad
-        linear.weight = nn.Parameter(constructor(linear.weight, **more), requires_grad=trains)
-        return linear
-
-    return insert
-
-
-def _get_subclass_inserter(
-    cls: Any, enable_parametrization: bool = False, *, method: str = "from_float", **kwargs: Any
-) -> Callable[[nn.Linear], nn.Linear]:
-    """A function that replaces a layer's weight by ``cls.from_float(weight, **kwargs)``, or by another ``method``.
-
-    Raises NotImplementedError for ``enable_parametrization``: ``unwrap_tensor_subclass`` makes parametrizations.
-    """
-    if enable_parametrization:
-        raise NotImplementedError("enable_parametrization: call torchao.utils.unwrap_tensor_subclass(model) afterwards")
-    return _get_linear_subclass_inserter(getattr(cls, method), **kwargs)
-
-
-def _in_features_greater_than_16(mod: Any, *args: Any) -> bool:
-    """A filter."""
-    return hasattr(mod, "in_features") and mod.in_features > 16
 
 
 def _quantization_type(weight: Tensor) -> str:

@@ -10,15 +10,11 @@ from torch import Tensor
 from pennyweight.distributed.dtensor import is_dtensor, local_tensor, wrap_like
 
 from .config import ScalingGranularity
-from .functions import tensor_to_amax, tensor_to_scale, to_fp8_saturated
+from .functions import tensor_to_scale, to_fp8_saturated
 from .products import GemmInputRole, LinearMMConfig
 from .training_tensor import Float8TrainingTensor
 
-__all__ = [
-    "NoopFwToFloat8BwDynamic", "NoopFwToFloat8BwStatic", "get_maybe_axiswise_dim", "hp_tensor_and_scale_to_float8",
-    "hp_tensor_to_float8_delayed", "hp_tensor_to_float8_dynamic", "hp_tensor_to_float8_static",
-    "tensor_already_casted_to_fp8",
-]  # fmt: skip
+__all__ = ["hp_tensor_and_scale_to_float8", "hp_tensor_to_float8_dynamic", "tensor_already_casted_to_fp8"]
 
 
 class _ToFloat8(torch.autograd.Function):
@@ -73,64 +69,3 @@ def hp_tensor_to_float8_dynamic(
     return hp_tensor_and_scale_to_float8(
         hp_tensor, scale, float8_dtype, linear_mm_config, gemm_input_role, axiswise_dim
     )
-
-
-def get_maybe_axiswise_dim(axiswise_dim: int, scaling_granularity: ScalingGranularity) -> int | None:
-    """``axiswise_dim`` if the scaling is axis-wise, else None."""
-    return axiswise_dim if scaling_granularity is ScalingGranularity.AXISWISE else None
-
-
-class NoopFwToFloat8BwDynamic(torch.autograd.Function):
-    """``apply(x, linear_mm_config, float8 dtype)`` returns x; its gradient is cast to a float8 training tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, linear_mm_config: LinearMMConfig, target_dtype: torch.dtype) -> Tensor:  # type: ignore[override]
-        ctx.linear_mm_config, ctx.target_dtype = linear_mm_config, target_dtype
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
-        if not tensor_already_casted_to_fp8(g):
-            role, scale = GemmInputRole.GRAD_OUTPUT, tensor_to_scale(g, ctx.target_dtype)
-            g = hp_tensor_and_scale_to_float8(g, scale, ctx.target_dtype, ctx.linear_mm_config, role)
-        return g, None, None
-
-
-# -- given scales, of releases up to 0.9 -------------------------------------------------------------------------------
-
-
-def hp_tensor_to_float8_static(
-    hp_tensor: Tensor, scale: Tensor, float8_dtype: torch.dtype, linear_mm_config: LinearMMConfig | None,
-    gemm_input_role: GemmInputRole = GemmInputRole.INPUT,
-) -> Any:  # fmt: skip
-    """``hp_tensor`` multiplied by a constant scale and cast; a float8 training tensor unchanged."""
-    if tensor_already_casted_to_fp8(hp_tensor):
-        return hp_tensor
-    return hp_tensor_and_scale_to_float8(hp_tensor, scale, float8_dtype, linear_mm_config, gemm_input_role)
-
-
-def hp_tensor_to_float8_delayed(
-    hp_tensor: Tensor, s: Tensor, float8_dtype: torch.dtype, amax_buffer: Tensor,
-    linear_mm_config: LinearMMConfig | None = None, gemm_input_role: GemmInputRole | None = GemmInputRole.INPUT,
-) -> Any:  # fmt: skip
-    """``hp_tensor`` multiplied by the scale of an earlier step and cast; its absmax is written to ``amax_buffer``."""
-    amax_buffer.fill_(tensor_to_amax(hp_tensor))
-    return hp_tensor_and_scale_to_float8(hp_tensor, s, float8_dtype, linear_mm_config, gemm_input_role)
-
-
-class NoopFwToFloat8BwStatic(torch.autograd.Function):
-    """``apply(x, scale, linear_mm_config, float8 dtype)`` returns x; its gradient is cast with that scale."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, tensor: Tensor, scale: Tensor, linear_mm_config: LinearMMConfig, target_dtype: torch.dtype
-    ) -> Tensor:
-        ctx.save_for_backward(scale)
-        ctx.linear_mm_config, ctx.target_dtype = linear_mm_config, target_dtype
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
-        (scale,) = ctx.saved_tensors
-        role = GemmInputRole.GRAD_OUTPUT
-        return hp_tensor_to_float8_static(g, scale, ctx.target_dtype, ctx.linear_mm_config, role), None, None, None

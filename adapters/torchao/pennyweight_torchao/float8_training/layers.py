@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from pennyweight.training import LowPrecisionLinear, linear
+from pennyweight.training import LowPrecisionLinear
 
 from .config import Float8LinearConfig, Float8LinearRecipeName, ScalingType
 from .products import LinearMMConfig, ScaledMMConfig
-from .training_tensor import Float8TrainingTensor
 
 __all__ = [
     "Float8Linear", "_auto_filter_for_recipe", "_auto_filter_for_rowwise", "_auto_filter_for_tensorwise",
-    "convert_to_float8_training", "get_float8_layers", "linear_requires_sync", "matmul_with_hp_or_float8_args",
-    "precompute_float8_dynamic_scale_for_fsdp", "swap_linear_layers",
+    "convert_to_float8_training", "precompute_float8_dynamic_scale_for_fsdp", "swap_linear_layers",
 ]  # fmt: skip
 
 
@@ -75,31 +72,6 @@ def _mm_config(config: Float8LinearConfig) -> LinearMMConfig:
     )
 
 
-class matmul_with_hp_or_float8_args:
-    """The product of torchao's layer as a function."""
-
-    @staticmethod
-    def apply(
-        input_hp: Tensor, weight_hp_t: Tensor, linear_mm_config: LinearMMConfig | None, config: Float8LinearConfig
-    ) -> Tensor:
-        """input [.., K] · weight [K, N] and its gradients under the casts of ``config``. Operands that are float8
-        training tensors keep their codes."""
-        recipe = config.recipe()
-        cast = [isinstance(operand, Float8TrainingTensor) for operand in (input_hp, weight_hp_t)]
-        x, w = (
-            operand.to_original_precision() if isinstance(operand, Float8TrainingTensor) else operand
-            for operand in (input_hp, weight_hp_t)
-        )
-        if any(cast):
-            a, b = (None if done else side for done, side in zip(cast, (recipe.output.a, recipe.output.b), strict=True))
-            recipe = recipe.with_(output=replace(recipe.output, a=a, b=b))
-            if cast[1]:
-                recipe = recipe.with_(grad_input=replace(recipe.grad_input, b=None))
-            if cast[0]:
-                recipe = recipe.with_(grad_weight=replace(recipe.grad_weight, b=None))
-        return linear(x, w.t(), None, recipe)
-
-
 def swap_linear_layers(
     module: nn.Module, from_float_func: Callable[[nn.Linear], nn.Linear], *,
     module_filter_fn: Callable[[nn.Module, str], bool] | None = None,
@@ -141,16 +113,6 @@ def convert_to_float8_training(
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     """No-op: there is no float8 all-gather whose scales could be precomputed."""
-
-
-def get_float8_layers(model: nn.Module) -> list[Float8Linear]:
-    """The float8 layers of a model."""
-    return [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
-
-
-def linear_requires_sync(config: Float8LinearConfig) -> bool:
-    """False: no history of scales is kept that ranks would have to share."""
-    return False
 
 
 # -- filters -----------------------------------------------------------------------------------------------------------

@@ -15,9 +15,8 @@ from .inductor_configs import (
     get_default_x86_inductor_quantization_config,
 )
 from .inductor_quantizers import X86InductorQuantizer
-from .learnable_fake_quantize import LearnableFakeQuantize
 from .numeric_debugger import compare_results, extract_results_from_loggers, prepare_for_propagation_comparison
-from .passive_observers import FixedQParamsObserver, PlaceholderObserver, RecordingObserver
+from .passive_observers import FixedQParamsObserver, PlaceholderObserver
 from .prepare_graph import prepare, prepare_qat
 from .range_observers import (
     MinMaxObserver,
@@ -49,7 +48,6 @@ __all__ = [
     "FixedQParamsQuantizationSpec",
     "FusedMovingAvgObsFakeQuantize",
     "HistogramObserver",
-    "LearnableFakeQuantize",
     "MinMaxObserver",
     "MovingAverageMinMaxObserver",
     "MovingAveragePerChannelMinMaxObserver",
@@ -59,7 +57,6 @@ __all__ = [
     "QuantizationConfig",
     "QuantizationSpec",
     "Quantizer",
-    "RecordingObserver",
     "SharedQuantizationSpec",
     "X86InductorQuantizer",
     "XNNPACKQuantizer",

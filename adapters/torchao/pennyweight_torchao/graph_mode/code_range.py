@@ -11,6 +11,8 @@ import warnings
 import torch
 from torch import Tensor
 
+from pennyweight.core.qparams import range_scale, symmetric_scale, zero_point_of
+
 EPS = torch.finfo(torch.float32).eps
 _SYMMETRIC = (torch.per_tensor_symmetric, torch.per_channel_symmetric)
 _INT8, _UINT8, _INT32 = (torch.int8, torch.qint8), (torch.uint8, torch.quint8), (torch.int32, torch.qint32)
@@ -97,36 +99,19 @@ def range_qparams(
     """
     if not check_min_max_valid(low, high):
         return torch.tensor([1.0], device=low.device), torch.tensor([0], device=low.device)
-    steps = float(quant_max - quant_min)
-    down, up = low.clamp(max=0), high.clamp(min=0)
-    eps = eps.to(low.device)
+    down, up, least = low.clamp(max=0), high.clamp(min=0), float(eps)
     zero_point = torch.zeros(down.shape, dtype=torch.int64, device=low.device)
     if qscheme in _SYMMETRIC:
-        scale = torch.max(torch.max(-down, up) / (steps / 2), eps)
+        scale = symmetric_scale(down, up, quant_min, quant_max, least)
         if dtype in _UINT8:
             zero_point.fill_((quant_min + quant_max) // 2 if custom else 128)
         elif dtype == torch.uint16:
             zero_point.fill_(2**15)
     elif qscheme == torch.per_channel_affine_float_qparams:
-        scale = (high - low) / steps
-        scale = torch.where(scale > eps, scale, 1.0)
+        scale = (high - low) / float(quant_max - quant_min)
+        scale = torch.where(scale > least, scale, 1.0)  # core's floor is eps itself
         zero_point = -1 * low / scale
     else:
-        scale = torch.max((up - down) / steps, eps)
-        zero_point = (quant_min - torch.round(down / scale).to(torch.int)).clamp(quant_min, quant_max)
-    return scale.reshape(-1) if scale.ndim == 0 else scale, zero_point.reshape(
-        -1
-    ) if zero_point.ndim == 0 else zero_point
-
-
-def determine_qparams(
-    min_val: Tensor, max_val: Tensor, quant_min: int, quant_max: int, dtype: torch.dtype, eps: Tensor,
-    has_customized_qrange: bool, qscheme: torch.qscheme = torch.per_tensor_affine,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """:func:`range_qparams` in float64 and int64."""
-    if not check_min_max_valid(min_val, max_val):
-        return torch.tensor([1.0], device=min_val.device), torch.tensor([0], device=min_val.device)
-    scale, zero_point = range_qparams(
-        min_val, max_val, quant_min, quant_max, dtype, eps, has_customized_qrange, qscheme
-    )
-    return scale.to(torch.double), zero_point.to(torch.int64)
+        scale = range_scale(down, up, float(quant_max - quant_min), least)
+        zero_point = zero_point_of(down, scale, quant_min, quant_max).to(torch.int)
+    return torch.atleast_1d(scale), torch.atleast_1d(zero_point)

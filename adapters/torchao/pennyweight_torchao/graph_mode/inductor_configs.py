@@ -69,13 +69,6 @@ def get_default_x86_inductor_quantization_config(
 
 
 @functools.lru_cache
-def get_x86_inductor_linear_dynamic_fp16_config() -> QuantizationConfig:
-    """Weights are rounded to float16; activations and arithmetic stay float32."""
-    weight = QuantizationSpec(torch.float16, PlaceholderObserver)
-    return QuantizationConfig(None, None, weight, None)
-
-
-@functools.lru_cache
 def get_default_arm_inductor_quantization_config(is_qat: bool = False, is_dynamic: bool = False) -> QuantizationConfig:
     """Activations int8 affine per tensor, weights int8 per tensor, biases float."""
     act = activation_spec(torch.int8, -128, 127, is_qat, is_dynamic)

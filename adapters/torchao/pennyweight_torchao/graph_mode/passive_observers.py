@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from .code_range import EPS, is_per_channel
 from .observer_base import ObserverBase, refuse
 
-__all__ = [
-    "DerivedObserverOrFakeQuantize", "FixedQParamsObserver", "NoopObserver", "PlaceholderObserver", "RecordingObserver",
-    "ReuseInputObserver",
-]  # fmt: skip
+__all__ = ["DerivedObserverOrFakeQuantize", "FixedQParamsObserver", "PlaceholderObserver"]
 
 
 class _Silent(ObserverBase):
@@ -76,37 +73,6 @@ class PlaceholderObserver(_Silent):
 
     def extra_repr(self) -> str:
         return f"dtype={self.dtype}, is_dynamic={self.is_dynamic}"
-
-
-class RecordingObserver(_Silent):
-    """Keeps a copy of each tensor, for debugging."""
-
-    def __init__(self, dtype: torch.dtype = torch.quint8) -> None:
-        super().__init__(dtype=dtype, is_dynamic=False)
-        self.tensor_val: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.tensor_val.append(x.clone())
-        return x
-
-    def get_tensor_value(self) -> list[Tensor]:
-        """The tensors, in the order in which they came."""
-        return self.tensor_val
-
-
-class NoopObserver(_Silent):
-    """Says that a tensor is converted to ``dtype``, by default float16."""
-
-    def __init__(self, dtype: torch.dtype = torch.float16, custom_op_name: str = "") -> None:
-        super().__init__(dtype=dtype, is_dynamic=False)
-        self.custom_op = custom_op_name
-
-
-class ReuseInputObserver(_Silent):
-    """Stands for the observer of the operator's input."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.quint8, is_dynamic=False)
 
 
 class DerivedObserverOrFakeQuantize(ObserverBase):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import types
-from typing import Any
 
 import torch
-from torch import nn
 from torch.fx import GraphModule, Node
 
 from pennyweight.export.decomposed_ops import calls
@@ -15,22 +13,6 @@ _ATEN = torch.ops.aten
 _DROPOUTS = (_ATEN.dropout.default, _ATEN.dropout_.default)
 _NORMS = (_ATEN.batch_norm.default, _ATEN.cudnn_batch_norm.default, _ATEN.miopen_batch_norm.default)
 _STATE = "_exported_training"  # attribute of the graph: what it was switched to last
-
-
-class WrapperModule(nn.Module):
-    """A function as a module, so that it can be exported."""
-
-    def __init__(self, fn: Any) -> None:
-        super().__init__()
-        self.fn = fn
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.fn(*args, **kwargs)
-
-
-def model_is_exported(m: nn.Module) -> bool:
-    """Is it a graph of torch.export, whose nodes carry example values?"""
-    return isinstance(m, GraphModule) and any("val" in n.meta for n in m.graph.nodes)
 
 
 def move_exported_model_to_eval(model: GraphModule) -> GraphModule:

@@ -7,15 +7,11 @@ from typing import Any
 
 import torch
 
+from pennyweight.io.codecs.torchao.mx import DTYPE_TO_SHORT_STR
+
 from ..enums import KernelPreference, MXGemmKernelChoice
-from .constants import DTYPE_TO_SHORT_STR, element
 
-__all__ = ["_validate_elem_dtype", "_validate_gemm_kernel_choice", "_validate_kernel_preference"]
-
-
-def _validate_elem_dtype(elem_dtype: Any) -> None:
-    """Raise AssertionError unless MX has this element."""
-    element(elem_dtype)
+__all__ = ["_validate_kernel_preference"]
 
 
 def check_kernel_choice(choice: MXGemmKernelChoice, block_size: int, elem_dtype: Any) -> None:
@@ -29,9 +25,6 @@ def check_kernel_choice(choice: MXGemmKernelChoice, block_size: int, elem_dtype:
         raise AssertionError(
             f"elem_dtype must be float8_e4m3fn or float4_e2m1fn_x2 for {choice.value}, got {elem_dtype}"
         )
-
-
-_validate_gemm_kernel_choice = check_kernel_choice
 
 
 def _validate_kernel_preference(kernel_preference: KernelPreference, block_size: int, elem_dtype: Any) -> None:

@@ -1,8 +1,8 @@
 """float <-> MX and NVFP4 codes and scales on plain tensors, bit-equal to torchao 0.18 on a CPU.
 
 MX      scale 2**e of each block, in e8m0: byte e + 127, byte 255 is NaN. The largest magnitude of a block and the
-        element's greatest number decide e (:func:`scale_bytes`); the rules "mx_.." of :mod:`pennyweight.core.qparams`
-        choose the same e for finite blocks
+        element's greatest number decide e, by the rules "mx_.." of :mod:`pennyweight.core.qparams`;
+        :func:`scale_bytes` and :func:`_to_mx_rceil` say what torchao chooses otherwise
 NVFP4   e4m3 scale of each block: absmax / 6, divided by the scale per tensor if there is one
 
 torchao's choices that ours do not make: a block whose byte is 0 (2**-127) is divided by 2**-126, or by 1 under RCEIL;
@@ -18,33 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pennyweight.core.formats import E2M1, E2M3, E3M2, E4M3, Format
+from pennyweight.core.formats import E2M1, E2M3, E3M2, E4M3, E8M0, Format
+from pennyweight.core.qparams import choose
+from pennyweight.core.spec import QuantSpec
+from pennyweight.io.codecs.torchao.mx import E8M0_SCALE, element, pack_uint4, unpack_uint4, unpack_uint6
 
 from ..enums import ScaleCalculationMode
-from .constants import (
-    E8M0_EXPONENT_BIAS,
-    E8M0_EXPONENT_NAN_VAL,
-    F4_E2M1_MAX,
-    F8E4M3_MAX,
-    F32_MIN_NORMAL,
-    element,
-    max_exponent,
-)
-from .element_codes import _BITS, get_fp_scale, pack_uint4, pack_uint6, to_codes, unpack_uint4, unpack_uint6
-from .scale_layout import (
-    hp_data_dims_to_swizzled_scale_dims_mx,
-    hp_data_dims_to_swizzled_scale_dims_nvfp4,
-    to_blocked,
-)
+from .scale_layout import hp_data_dims_to_swizzled_scale_dims_mx, to_blocked
 
 __all__ = [
-    "E4M3_EPS", "_to_mx_rceil", "get_fp_scale", "mslk_calculate_group_max", "mslk_quantize_nvfp4",
-    "mslk_quantize_nvfp4_stacked", "mxfp8_quantize_cuda", "nvfp4_quantize", "per_tensor_amax_to_scale",
-    "tensor_size_fp4x2_to_hp", "tensor_size_fp6x4_to_hpx3", "tensor_size_hp_to_fp4x2", "tensor_size_hpx3_to_fp6x4",
-    "to_dtype", "to_mx", "triton_mxfp8_dequant_dim0", "triton_to_mxfp8_dim0", "triton_to_mxfp8_dim1",
-    "triton_to_mxfp8_dim1_reference",
+    "E4M3_EPS", "_to_mx_rceil", "get_fp_scale", "nvfp4_quantize", "per_tensor_amax_to_scale", "to_dtype", "to_mx",
 ]  # fmt: skip
 E4M3_EPS = torch.finfo(torch.float8_e4m3fn).tiny
+_NAN = 255  # the byte of NaN in e8m0
 
 # -- MX ----------------------------------------------------------------------------------------------------------------
 
@@ -54,33 +40,36 @@ def _need(condition: bool, text: str) -> None:
         raise AssertionError(text)
 
 
-def scale_bytes(max_abs: Tensor, fmt: Format, mode: ScaleCalculationMode) -> Tensor:
-    """e8m0 byte of blocks with that largest magnitude, float32. FLOOR, CEIL or EVEN; see ScaleCalculationMode.
+def get_fp_scale(scale_e8m0: Tensor) -> Tensor:
+    """2**(byte - 127) in float32; byte 255 is NaN. scale_e8m0: uint8 or float8_e8m0fnu."""
+    return E8M0.decode(scale_e8m0.view(torch.uint8))
 
-    NaN gives 255. An infinity counts as 2**128, so its block has the greatest scale of all, and saturates.
+
+def scale_bytes(max_abs: Tensor, fmt: Format, mode: ScaleCalculationMode) -> Tensor:
+    """e8m0 byte of blocks with that largest magnitude [.., 1], float32, by core's rule. FLOOR, CEIL or EVEN.
+
+    Other than core's: NaN gives 255, and an infinity counts as 2**128 under FLOOR, too.
     """
-    nan, bits = max_abs.isnan(), max_abs.view(torch.int32)
-    if mode == ScaleCalculationMode.EVEN:
-        half = 1 << (22 - (3 if fmt is E4M3 else 2 if fmt.native_float else _BITS[fmt][1]))
-        bits = bits + half
-    exponent = (bits >> 23) & 0xFF
-    if mode == ScaleCalculationMode.CEIL:
-        exponent = exponent + (bits & 0x7FFFFF > 0)
-    code = (exponent - max_exponent(fmt)).clamp(0, E8M0_EXPONENT_NAN_VAL)
-    return torch.where(nan, E8M0_EXPONENT_NAN_VAL, code).to(torch.uint8)
+    scale = choose(max_abs, QuantSpec(fmt, (1,), E8M0_SCALE), f"mx_{mode.value}").scale
+    assert scale is not None
+    code = E8M0.encode(scale)
+    if mode == ScaleCalculationMode.FLOOR:
+        code = code + max_abs.isinf()
+    return torch.where(max_abs.isnan(), _NAN, code).to(torch.uint8)
 
 
 def _to_mx_rceil(data_hp: Tensor, max_abs: Tensor, max_pos: float) -> tuple[Tensor, Tensor]:
     """(e8m0 bytes, data / scale clamped to +-max_pos) under the smallest power of two >= max_abs / max_pos.
 
-    max_abs broadcasts against the data. An infinite maximum gives byte 254 and NaN byte 255. The division by the scale
-    is a multiplication by 2**-e, which is 1 for byte 0.
+    max_abs broadcasts against the data. The division by the scale is a multiplication by 2**-e, which is 1 for byte 0.
+    Other than core's "mx_rceil": the logarithm is rounded to float32, so that a ratio just above a power of two counts
+    as that power; an infinite maximum gives byte 254 and NaN byte 255.
     """
     descale = max_abs / max_pos
-    exponent = descale.float().log2().ceil().clamp(-E8M0_EXPONENT_BIAS, E8M0_EXPONENT_BIAS) + E8M0_EXPONENT_BIAS
-    exponent = torch.where(descale.isnan(), E8M0_EXPONENT_NAN_VAL, exponent).to(torch.uint8)
-    down = torch.exp2(E8M0_EXPONENT_BIAS - exponent.float())
-    down = torch.where(exponent == 0, 1.0, torch.where(exponent == E8M0_EXPONENT_NAN_VAL, descale, down))
+    exponent = descale.float().log2().ceil().clamp(-127, 127) + 127
+    exponent = torch.where(descale.isnan(), _NAN, exponent).to(torch.uint8)
+    down = torch.where(exponent == 0, 1.0, torch.exp2(127 - exponent.float()))
+    down = torch.where(exponent == _NAN, descale, down)
     return exponent, (data_hp * down).clamp(-max_pos, max_pos)
 
 
@@ -112,10 +101,9 @@ def to_mx(
         scale, scaled = _to_mx_rceil(view.float(), max_abs, fmt.hi)
     else:
         scale = scale_bytes(max_abs, fmt, scaling_mode)
-        divisor = (scale.to(torch.int32) << 23).view(torch.float32).clamp(min=F32_MIN_NORMAL)
+        divisor = (scale.to(torch.int32) << 23).view(torch.float32).clamp(min=2.0**-126)
         scaled = (view.float() / divisor).clamp(-fmt.hi, fmt.hi)
-    scaled = scaled.reshape(data_hp.shape)
-    codes = scaled.to(fmt.code_dtype) if fmt.native_float else to_codes(scaled, fmt)
+    codes = fmt.encode(scaled.reshape(data_hp.shape))
     scale = scale.squeeze(-1).view(torch.float8_e8m0fnu)
     if is_swizzled_scales:
         dims = hp_data_dims_to_swizzled_scale_dims_mx(data_hp.shape[-2], data_hp.shape[-1])
@@ -124,6 +112,14 @@ def to_mx(
         packed = pack_uint6(codes.reshape(-1, block_size))
         codes = packed.reshape(*codes.shape[:-1], codes.shape[-1] // 4 * 3)
     return scale, pack_uint4(codes) if fmt is E2M1 else codes
+
+
+def pack_uint6(codes: Tensor) -> Tensor:
+    """Four codes a, b, c, d in three bytes. The last axis is one block: all first bytes (high 4 bits of a, of b), then
+    all second (of c, of d), then all third ones (low 2 bits of a, b, c, d)."""
+    a, b, c, d = (codes[..., i::4] for i in range(4))
+    low = a << 6 | (b & 3) << 4 | (c & 3) << 2 | d & 3
+    return torch.cat([(a & 0x3C) << 2 | b >> 2, (c & 0x3C) << 2 | d >> 2, low], -1)
 
 
 def _swizzled(scale: Tensor, shape: Sequence[int]) -> Tensor:
@@ -155,84 +151,12 @@ def to_dtype(
     return (numbers.reshape(-1, block_size) * scale).reshape(numbers.shape)
 
 
-def triton_to_mxfp8_dim0(x: Tensor, inner_block_size: int = 32, scaling_mode: str = "rceil") -> tuple[Tensor, Tensor]:
-    """(e4m3 codes, scales) of blocks along the rows of a matrix."""
-    scale, codes = to_mx(x, torch.float8_e4m3fn, inner_block_size, ScaleCalculationMode(scaling_mode))
-    return codes, scale
-
-
-def triton_to_mxfp8_dim1(x: Tensor, inner_block_size: int = 32, scaling_mode: str = "rceil") -> tuple[Tensor, Tensor]:
-    """(e4m3 codes, scales) of blocks along the columns of a matrix [M, K]. The codes [M, K] have the strides of a
-    transposed matrix; scales are [K, M / block]."""
-    codes, scale = triton_to_mxfp8_dim0(x.t().contiguous(), inner_block_size, scaling_mode)
-    return codes.t(), scale
-
-
-def triton_to_mxfp8_dim1_reference(
-    x_hp: Tensor, block_size: int = 32, scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL
-) -> tuple[Tensor, Tensor]:
-    """As :func:`triton_to_mxfp8_dim1`, with the mode as an enum."""
-    return triton_to_mxfp8_dim1(x_hp, block_size, scaling_mode.value)
-
-
-def triton_mxfp8_dequant_dim0(
-    e4m3_data: Tensor, e8m0_scales: Tensor, out_dtype: torch.dtype, scale_block_size: int = 32
-) -> Tensor:
-    """Values of e4m3 codes in blocks along the last axis."""
-    return to_dtype(e4m3_data, e8m0_scales, torch.float8_e4m3fn, scale_block_size, out_dtype)
-
-
-def mxfp8_quantize_cuda(
-    x: Tensor, rowwise: bool = False, colwise: bool = True, scaling_mode: str = "rceil"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(row codes, column codes, row scales [M, K / 32, 1], column scales) in e4m3; what was not asked for is empty."""
-    _need(
-        x.ndim == 2 and x.shape[0] % 32 == 0 and x.shape[1] % 32 == 0,
-        f"mxfp8_quantize_cuda: x must be a matrix whose sizes are multiples of 32, got {list(x.shape)}",
-    )
-    codes, scale = x.new_empty(0, dtype=torch.float8_e4m3fn), x.new_empty(0, dtype=torch.float8_e8m0fnu)
-    rows = triton_to_mxfp8_dim0(x, 32, scaling_mode) if rowwise else (codes, scale)
-    columns = triton_to_mxfp8_dim1(x, 32, scaling_mode) if colwise else (codes, scale)
-    return rows[0], columns[0], rows[1].unsqueeze(-1) if rowwise else rows[1], columns[1]
-
-
-# -- sizes of packed tensors -------------------------------------------------------------------------------------------
-
-
-def _resized(size: Sequence[int], is_contiguous: bool, numerator: int, denominator: int) -> list[int]:
-    """The size with its packed axis multiplied: the last one, or the second last of a transposed tensor."""
-    _need(is_contiguous or len(size) in (2, 3), f"a transposed packed tensor has 2 or 3 axes, got {list(size)}")
-    new, axis = list(size), -1 if is_contiguous else -2
-    new[axis] = new[axis] * numerator // denominator
-    return new
-
-
-def tensor_size_hp_to_fp4x2(orig_size: Sequence[int], is_contiguous: bool) -> list[int]:
-    """Size of packed fp4. ``is_contiguous`` False: of a transposed tensor, packed along its second last axis."""
-    return _resized(orig_size, is_contiguous, 1, 2)
-
-
-def tensor_size_fp4x2_to_hp(orig_size: Sequence[int], is_contiguous: bool) -> list[int]:
-    """Size of unpacked fp4; see :func:`tensor_size_hp_to_fp4x2`."""
-    return _resized(orig_size, is_contiguous, 2, 1)
-
-
-def tensor_size_hpx3_to_fp6x4(orig_size: Sequence[int], is_contiguous: bool) -> list[int]:
-    """Size of packed fp6: four codes in three bytes."""
-    return _resized(orig_size, is_contiguous, 3, 4)
-
-
-def tensor_size_fp6x4_to_hpx3(orig_size: Sequence[int], is_contiguous: bool) -> list[int]:
-    """Size of unpacked fp6."""
-    return _resized(orig_size, is_contiguous, 4, 3)
-
-
 # -- NVFP4 -------------------------------------------------------------------------------------------------------------
 
 
 def per_tensor_amax_to_scale(amax: Tensor) -> Tensor:
     """amax / (6 * 448), float32: the scale under which the block scale of ``amax`` is the greatest e4m3 number."""
-    return amax.to(torch.float32) / (F8E4M3_MAX * F4_E2M1_MAX)
+    return amax.to(torch.float32) / (E4M3.hi * E2M1.hi)
 
 
 def nvfp4_quantize(
@@ -254,60 +178,13 @@ def nvfp4_quantize(
     )
     _need(data_hp.is_contiguous(), "nvfp4_quantize: data must be contiguous; call .contiguous()")
     view = data_hp.float().reshape(data_hp.shape[0], -1, block_size)
-    wanted = view.abs().amax(-1) / F4_E2M1_MAX
+    wanted = view.abs().amax(-1) / E2M1.hi
     if per_tensor_scale is None:
-        scale = wanted.clamp(E4M3_EPS, F8E4M3_MAX).to(torch.float8_e4m3fn)
+        scale = wanted.clamp(E4M3_EPS, E4M3.hi).to(torch.float8_e4m3fn)
         up = 1.0 / scale.float()
     else:
         outer = per_tensor_scale.squeeze(-1) if per_tensor_scale.ndim == 3 else per_tensor_scale
-        scale = (wanted / outer).clamp(E4M3_EPS, F8E4M3_MAX).to(torch.float8_e4m3fn)
+        scale = (wanted / outer).clamp(E4M3_EPS, E4M3.hi).to(torch.float8_e4m3fn)
         up = (1.0 / outer) / scale.float()
-    scaled = (view * up.unsqueeze(-1)).clamp(-F4_E2M1_MAX, F4_E2M1_MAX)
-    return scale, pack_uint4(to_codes(scaled.view(data_hp.shape), E2M1))
-
-
-def swizzled_nvfp4(scale: Tensor, shape: Sequence[int]) -> Tensor:
-    """The scales of :func:`nvfp4_quantize` of a matrix or a batch of them in tensor-core order."""
-    rows = scale.reshape(math.prod(shape[:-1]), shape[-1] // 16)
-    return _swizzled(rows, (*shape[:-2], *hp_data_dims_to_swizzled_scale_dims_nvfp4(shape[-2], shape[-1])))
-
-
-def mslk_quantize_nvfp4(x: Tensor, per_tensor_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(scales in tensor-core order, codes with two in a byte), of a matrix or a batch of matrices."""
-    scale, codes = nvfp4_quantize(x, 16, per_tensor_scale)
-    return swizzled_nvfp4(scale, x.shape), codes
-
-
-def _by_expert(x: Tensor, m_sizes: Tensor) -> list[Tensor]:
-    sizes = m_sizes.tolist()
-    _need(sum(sizes) <= x.shape[0], f"m_sizes has {sum(sizes)} rows, the activation {x.shape[0]}")
-    return list(x[: sum(sizes)].split(sizes))
-
-
-def mslk_calculate_group_max(x: Tensor, m_sizes: Tensor) -> Tensor:
-    """6 * 448 / absmax of the rows of each expert, float32: the inverse of its scale per tensor.
-
-    x: [M, K], the rows of all experts; m_sizes: [E], rows of each. An expert without rows, or with only zeros: 1.
-    """
-    top = [
-        part.abs().amax().float() if part.numel() else x.new_zeros((), dtype=torch.float32)
-        for part in _by_expert(x, m_sizes)
-    ]
-    amax = torch.stack(top)
-    return torch.where(amax > 0, F8E4M3_MAX * F4_E2M1_MAX / amax, 1.0)
-
-
-def mslk_quantize_nvfp4_stacked(m_sizes: Tensor, x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes [M, K / 2], scales in tensor-core order) of the rows of all experts, each under its ``global_scale``. The
-    scales of each expert are padded to whole tiles of 128 rows."""
-    scales, codes = [], []
-    for part, up in zip(_by_expert(x, m_sizes), global_scale, strict=True):
-        if part.shape[0]:
-            scale, code = mslk_quantize_nvfp4(part.float().contiguous(), 1.0 / up)
-            columns = -(-x.shape[-1] // 64) * 4
-            scales.append(scale.reshape(-1, columns).view(torch.uint8))
-            codes.append(code)
-    width = x.shape[-1] // 2
-    packed = torch.cat(codes) if codes else x.new_zeros((0, width), dtype=torch.uint8)
-    laid = torch.cat(scales) if scales else x.new_zeros((0, -(-x.shape[-1] // 64) * 4), dtype=torch.uint8)
-    return packed.view(torch.float4_e2m1fn_x2), laid.view(torch.float8_e4m3fn)
+    scaled = (view * up.unsqueeze(-1)).clamp(-E2M1.hi, E2M1.hi)
+    return scale, pack_uint4(E2M1.encode(scaled.view(data_hp.shape)))

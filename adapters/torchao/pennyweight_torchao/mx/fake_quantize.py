@@ -13,7 +13,7 @@ from torch import nn
 
 from pennyweight.core.formats import E2M1
 from pennyweight.core.spec import ActivationSpec, QuantSpec
-from pennyweight.io.codecs.torchao.mx import E8M0_SCALE
+from pennyweight.io.codecs.torchao.mx import BLOCK_SIZE_DEFAULT, E8M0_SCALE, element
 from pennyweight.io.codecs.torchao.nvfp4 import ALONE, UNDER_ONE, _is_nvfp4
 from pennyweight.training import FakeQuantizedLinear
 from pennyweight.training.qat.modules import FakeQuantized
@@ -22,7 +22,6 @@ from ..enums import KernelPreference, ScaleCalculationMode
 from ..qat.fake_quantize_configs import FakeQuantizeConfigBase
 from ..qat.steps import LINEAR
 from .checks import _validate_kernel_preference
-from .constants import BLOCK_SIZE_DEFAULT, element
 
 __all__ = [
     "MXFakeQuantizeConfig", "MXFakeQuantizedLinear", "NVFP4FakeQuantizeConfig", "NVFP4FakeQuantizedLinear",

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor
-from pennyweight.io.codecs.torchao.mx import E8M0_SCALE
+from pennyweight.io.codecs.torchao.mx import (
+    BLOCK_SIZE_DEFAULT,
+    DTYPE_FP6_E2M3,
+    DTYPE_FP6_E3M2,
+    DTYPE_TO_SHORT_STR,
+    E8M0_SCALE,
+    element,
+)
 from pennyweight.planning import configs as ours
 from pennyweight.planning.granularity import PerGroup
 from pennyweight.planning.module_handlers import register_quantize_module_handler
@@ -21,14 +28,12 @@ from pennyweight.quantize.pipeline import Pipeline
 
 from ..enums import MXGemmKernelChoice, NVFP4MMConfig, QuantizationStep
 from .checks import check_kernel_choice
-from .constants import BLOCK_SIZE_DEFAULT, DTYPE_FP6_E2M3, DTYPE_FP6_E3M2, DTYPE_TO_SHORT_STR, element
 from .mx_tensor import MXTensor
 from .observers import NVFP4ObservedLinear, StaticSteps
 
 __all__ = [
     "MXFPInferenceConfig", "MXInferenceLinear", "MXInferenceLinearConfig",
     "NVFP4DynamicActivationNVFP4WeightConfig", "NVFP4InferenceConfig", "NVFP4ObservedLinear",
-    "_auto_filter_for_nfp4",
 ]  # fmt: skip
 
 
@@ -153,12 +158,3 @@ class NVFP4DynamicActivationNVFP4WeightConfig(ours.NVFP4DynamicActivationNVFP4We
     @property
     def pipeline(self) -> type[Pipeline]:  # type: ignore[override]
         return Pipeline if self.step is None else StaticSteps
-
-
-def _auto_filter_for_nfp4(mod: nn.Module, fqn: str) -> bool:
-    """torchao's choice of layers for NVFP4: linear, not of an embedding, both sizes multiples of 16, more than 64
-    outputs, and more than 1024 inputs or outputs."""
-    if not isinstance(mod, nn.Linear) or any(part in fqn for part in ("embed", "embedder", "time_text_embed")):
-        return False
-    n, k = mod.weight.shape
-    return n % 16 == 0 and k % 16 == 0 and n > 64 and (k > 1024 or n > 1024)

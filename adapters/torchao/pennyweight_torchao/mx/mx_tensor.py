@@ -14,7 +14,7 @@ from pennyweight.io.codecs.torchao.mx import BLOCK_SIZE_DEFAULT, QuantizeTensorT
 from ..enums import KernelPreference, ScaleCalculationMode
 from .conversion import to_mx
 
-__all__ = ["FromMXConstrFunc", "MXTensor", "QuantizeTensorToMXKwargs", "ToMXConstrFunc"]
+__all__ = ["MXTensor", "QuantizeTensorToMXKwargs"]
 
 
 class MXTensor(files.MXTensor):
@@ -58,50 +58,3 @@ class MXTensor(files.MXTensor):
 _IGNORED = {
     "gemm_kernel_choice", "mxfp8_dim0_cast_kernel_choice", "pack_fp6", "use_fp4_custom_triton_dequant_kernel",
 }  # fmt: skip
-
-
-# -- functions of torchao's own modules --------------------------------------------------------------------------------
-
-
-def _addmm_mx_dispatch(a: Tensor, b: Tensor, aten_op: Any = None, bias: Tensor | None = None) -> Tensor:
-    """a @ b + bias of matrices of which one or both are quantized. A float ``a`` is quantized as b says."""
-    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
-
-
-def _to_mxfp8_dim1_kernel_wrapper(
-    a: Tensor, block_size: int, elem_dtype: Any, hp_dtype: torch.dtype, kernel_preference: Any = None,
-    cast_kernel_choice: Any = None, scale_calculation_mode: ScaleCalculationMode = ScaleCalculationMode.FLOOR,
-) -> QT:  # fmt: skip
-    """The transpose of a matrix, quantized along its columns, in ``hp_dtype``. Kernel choices have no effect."""
-    made = MXTensor.to_mx(a.t().contiguous(), elem_dtype, block_size, scale_calculation_mode)
-    return made.to(hp_dtype)  # type: ignore[return-value]
-
-
-# -- casts of torchao 0.9 ----------------------------------------------------------------------------------------------
-
-
-class ToMXConstrFunc(torch.autograd.Function):
-    """``apply(data, elem_dtype, block_size, scaling_mode, ...)``: MXTensor.to_mx with a straight-through gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, data_hp: Tensor, elem_dtype: Any, block_size: int, scaling_mode: ScaleCalculationMode,
-        use_fp4_custom_triton_dequant_kernel: bool = False, gemm_kernel_choice: Any = None,
-    ) -> Tensor:  # fmt: skip
-        return MXTensor.to_mx(data_hp, elem_dtype, block_size, scaling_mode)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return g, None, None, None, None, None
-
-
-class FromMXConstrFunc(torch.autograd.Function):
-    """``apply(tensor, dtype)``: dequantize with a straight-through gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor_lp: QT, target_dtype: torch.dtype) -> Tensor:
-        return tensor_lp.dequantize(target_dtype)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, None]:
-        return g, None

@@ -12,10 +12,8 @@ from pennyweight.io.codecs.torchao.nvfp4 import QuantizeTensorToNVFP4Kwargs
 
 from ..enums import NVFP4MMConfig
 from .conversion import nvfp4_quantize
-from .mx_tensor import _addmm_mx_dispatch
 
 __all__ = ["NVFP4Tensor", "QuantizeTensorToNVFP4Kwargs"]
-_addmm_nvfp4_dispatch = _addmm_mx_dispatch
 
 
 class NVFP4Tensor(files.NVFP4Tensor):

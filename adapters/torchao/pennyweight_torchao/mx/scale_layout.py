@@ -13,9 +13,8 @@ from pennyweight.io.codecs.torchao.mx import from_blocked
 from ..tools import ceil_div
 
 __all__ = [
-    "_to_blocked_single", "ceil_div", "from_blocked", "hp_data_dims_to_swizzled_scale_dims_mx",
-    "hp_data_dims_to_swizzled_scale_dims_nvfp4", "maybe_dtensor_to_blocked", "to_blocked",
-    "triton_mx_block_rearrange",
+    "ceil_div", "from_blocked", "hp_data_dims_to_swizzled_scale_dims_mx", "hp_data_dims_to_swizzled_scale_dims_nvfp4",
+    "to_blocked",
 ]  # fmt: skip
 
 
@@ -26,27 +25,6 @@ def to_blocked(input_matrix: Tensor, use_triton_kernel: bool = False) -> Tensor:
     padded = input_matrix.new_zeros((high * 128, wide * 4), dtype=input_matrix.dtype)
     padded[:rows, :columns] = input_matrix
     return padded.view(high, 4, 32, wide, 4).permute(0, 3, 2, 1, 4).reshape(-1)
-
-
-def triton_mx_block_rearrange(scale_tensor: Tensor) -> Tensor:
-    """:func:`to_blocked` as a matrix of the padded size. Scales: one byte each."""
-    if scale_tensor.element_size() != 1:
-        raise AssertionError(f"scales must have one byte each, got {scale_tensor.dtype}")
-    rows, columns = scale_tensor.shape
-    return to_blocked(scale_tensor).view(ceil_div(rows, 128) * 128, ceil_div(columns, 4) * 4)
-
-
-def maybe_dtensor_to_blocked(t: Tensor) -> Tensor:
-    """:func:`to_blocked` of a plain tensor; of a DTensor on its full value, since its tiles cross shards."""
-    full = getattr(t, "full_tensor", None)
-    return to_blocked(t if full is None else full())
-
-
-def _to_blocked_single(scales: Tensor) -> Tensor:
-    """One tile [128, 4] in tensor-core order, [32, 16]."""
-    if tuple(scales.shape) != (128, 4):
-        raise AssertionError(f"a tile of scales is [128, 4], got {list(scales.shape)}")
-    return to_blocked(scales).view(32, 16)
 
 
 def hp_data_dims_to_swizzled_scale_dims_mx(hp_data_M: int, hp_data_K: int) -> tuple[int, int]:

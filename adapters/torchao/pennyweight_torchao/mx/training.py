@@ -13,24 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pennyweight.core.spec import QuantSpec
-from pennyweight.io.codecs.torchao.mx import E8M0_SCALE
+from pennyweight.io.codecs.torchao.mx import BLOCK_SIZE_DEFAULT, DTYPE_TO_SHORT_STR, E8M0_SCALE, element
 from pennyweight.planning.configs import AOBaseConfig
 from pennyweight.planning.module_handlers import register_quantize_module_handler
 from pennyweight.training import Gemm, LowPrecisionLinear, Operand, Recipe
-from pennyweight.training.low_precision.functional import linear
 
 from ..enums import MXGemmKernelChoice, MXLinearRecipeName
 from .checks import check_kernel_choice
-from .constants import BLOCK_SIZE_DEFAULT, DTYPE_TO_SHORT_STR, element
-from .inference import MXInferenceLinear, MXInferenceLinearConfig
+from .inference import MXInferenceLinearConfig
 
-__all__ = [
-    "MXInferenceLinearConfig", "MXLinear", "MXLinearConfig", "mx_mm", "replace_with_custom_fn_if_matches_filter",
-    "swap_linear_with_mx_inference_linear", "swap_linear_with_mx_linear",
-]  # fmt: skip
+__all__ = ["MXInferenceLinearConfig", "MXLinear", "MXLinearConfig"]
 
 
 @dataclass
@@ -90,19 +85,6 @@ def _recipe(in_elem: Any, w_elem: Any, grad_elem: Any, block_size: int) -> Recip
     return Recipe("torchao.mx", Gemm(x, w), Gemm(g, w), Gemm(g, x))
 
 
-class mx_mm:
-    """The product of a linear layer and its gradients, in MX: call ``mx_mm.apply``."""
-
-    @staticmethod
-    def apply(
-        input_hp: Tensor, weight_hp: Tensor, in_elem_dtype: Any, w_elem_dtype: Any, grad_elem_dtype: Any,
-        block_size: int, gemm_kernel_choice: Any = MXGemmKernelChoice.EMULATED,
-        use_fp8_dim1_cast_triton_kernel: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """input [.., K] @ weight [N, K].T. The last two arguments have no effect."""
-        return linear(input_hp, weight_hp, None, _recipe(in_elem_dtype, w_elem_dtype, grad_elem_dtype, block_size))
-
-
 class MXLinear(LowPrecisionLinear):
     """nn.Linear whose three products are computed in MX; ``config`` has the elements."""
 
@@ -133,37 +115,3 @@ def _mx_linear(module: nn.Module, config: MXLinearConfig) -> nn.Module:
 # -- swapping layers (0.9) ---------------------------------------------------------------------------------------------
 
 Filter = Callable[[nn.Module, str], bool]
-
-
-def replace_with_custom_fn_if_matches_filter(
-    model: nn.Module, replacement_fn: Callable[[Any], nn.Module], filter_fn: Filter, cur_fqn: str = ""
-) -> None:
-    """Replace each child that ``filter_fn(child, name)`` selects by ``replacement_fn(child)``; in place. Names are
-    prefixed by ``cur_fqn``. The model itself is not replaced, nor is anything inside a replaced module."""
-    for name, child in list(model.named_children()):
-        fqn = f"{cur_fqn}.{name}" if cur_fqn else name
-        if filter_fn(child, fqn):
-            setattr(model, name, replacement_fn(child))
-        else:
-            replace_with_custom_fn_if_matches_filter(child, replacement_fn, filter_fn, fqn)
-
-
-def _swap(model: nn.Module, into: Callable[[Any], nn.Module], filter_fn: Filter | None) -> None:
-    def wanted(module: nn.Module, fqn: str) -> bool:
-        return isinstance(module, nn.Linear) and (filter_fn is None or filter_fn(module, fqn))
-
-    replace_with_custom_fn_if_matches_filter(model, into, wanted)
-
-
-def swap_linear_with_mx_linear(
-    model: nn.Module, *, config: MXLinearConfig | None = None, filter_fn: Filter | None = None
-) -> None:
-    """Linear layers, which ``filter_fn(layer, name)`` may select, become MXLinear; in place."""
-    _swap(model, lambda mod: MXLinear.from_float(mod, config), filter_fn)
-
-
-def swap_linear_with_mx_inference_linear(
-    model: nn.Module, *, config: Any = None, filter_fn: Filter | None = None
-) -> None:
-    """Linear layers, which ``filter_fn(layer, name)`` may select, become MXInferenceLinear; in place."""
-    _swap(model, lambda mod: MXInferenceLinear.from_float(mod, config), filter_fn)

@@ -14,20 +14,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pennyweight.core.formats import _NF4_DIGITS
+
 from ..qparams import require
 
 __all__ = ["CHUNK_SIZE", "get_block_absmax"]
 
 CHUNK_SIZE = 1024**2  # elements whose distances to the sixteen numbers are in memory at once
-_DIGITS = (
-    -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
-    0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
-)  # fmt: skip
 
 
 def normal_floats(dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """torchao's sixteen normal floats: four decimal digits, rounded to the dtype."""
-    return torch.tensor(_DIGITS, dtype=dtype, device=device)
+    return torch.tensor(_NF4_DIGITS, dtype=dtype, device=device)
 
 
 def get_block_absmax(input_tensor: Tensor, block_size: int) -> Tensor:

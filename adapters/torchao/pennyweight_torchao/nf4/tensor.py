@@ -9,9 +9,8 @@ from pennyweight.io.codecs.torchao import nf4 as files
 
 from .. import attributes
 from . import operators, parts, scalers
-from .parts import SubclassTensorArgs
 
-__all__ = ["NF4Tensor", "nf4_constructor", "to_nf4"]
+__all__ = ["NF4Tensor", "to_nf4"]
 assert operators.NF4_OPS_TABLE is not None  # weights of this kind have torchao's operators
 assert attributes.ATTRIBUTES  # and attributes
 
@@ -35,14 +34,3 @@ class NF4Tensor(files.NF4Tensor):
 def to_nf4(tensor: Tensor, block_size: int = 64, scaler_block_size: int = 256) -> QT:
     """``tensor`` in 4-bit normal floats (QLoRA, Dettmers et al. 2023), with scales of 8 bits."""
     return parts.quantize(tensor, block_size, scaler_block_size)
-
-
-def nf4_constructor(
-    tensor_meta: SubclassTensorArgs, block_size: int, n_blocks: int, scaler_block_size: int, quantized_scalers: Tensor,
-    quantization_factor: Tensor, scaler_mean: Tensor, quantized_data: Tensor, nf4: Tensor,
-) -> QT:  # fmt: skip
-    """The weight of these parts, as ``NF4Tensor(...)``."""
-    return parts.build(
-        tensor_meta, block_size, n_blocks, scaler_block_size, quantized_scalers, quantization_factor, scaler_mean,
-        quantized_data, nf4,
-    )  # fmt: skip

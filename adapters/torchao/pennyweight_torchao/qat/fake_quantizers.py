@@ -35,14 +35,10 @@ from .functions import (
     AnyOfBase,
     _fake_quantize_per_channel_group,
     _fake_quantize_per_token,
-    _Float8RowwiseFakeQuantize,
     _log_deprecation_warning,
 )
 
-__all__ = [
-    "FakeQuantizer", "FakeQuantizerBase", "Float8FakeQuantizer", "Int4WeightFakeQuantizer", "IntxFakeQuantizer",
-    "_Float8RowwiseActivationFakeQuantizer",
-]  # fmt: skip
+__all__ = ["FakeQuantizer", "FakeQuantizerBase", "Float8FakeQuantizer", "Int4WeightFakeQuantizer", "IntxFakeQuantizer"]
 
 
 class FakeQuantizerBase(nn.Module):
@@ -202,17 +198,6 @@ class FakeQuantizer(IntxFakeQuantizer, metaclass=AnyOfBase):
     def __init__(self, config: IntxFakeQuantizeConfig) -> None:
         super().__init__(config)
         _log_deprecation_warning(self)
-
-
-class _Float8RowwiseActivationFakeQuantizer(nn.Module):
-    """0.12's float8 fake quantizer of inputs: e4m3, a scale per row, straight-through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enabled = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Float8RowwiseFakeQuantize.apply(x, torch.float8_e4m3fn, -1) if self.enabled else x
 
 
 _QUANTIZERS: dict[type, type[FakeQuantizerBase]] = {

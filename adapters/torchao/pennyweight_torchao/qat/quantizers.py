@@ -8,28 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pennyweight.planning.granularity import PerRow
-from pennyweight.quantize.pipeline import quantize_
-from pennyweight.training.qat.module_patches import leave_fused_paths_, take_fused_paths_
+from pennyweight.training.qat.module_patches import leave_fused_paths_
 
 from ..groupwise import get_group_qparams_symmetric, groupwise_affine_quantize_tensor
 from ..linear_modules import (
     Int8DynActInt4WeightLinear,
     TwoStepQuantizer,
     WeightOnlyInt4Linear,
-    _is_linear,
     _replace_linear_8da4w,
     _replace_linear_int4,
     _replace_with_custom_fn_if_matches_filter,
 )
 from ..primitives import quantize_affine
 from ..qparams import require
-from .deployment import spec_config
 from .embedding import Int4WeightOnlyEmbedding, Int4WeightOnlyQATEmbedding
-from .fake_quantize_configs import FakeQuantizeConfigBase, Float8FakeQuantizeConfig, IntxFakeQuantizeConfig
+from .fake_quantize_configs import FakeQuantizeConfigBase, IntxFakeQuantizeConfig
 from .functions import _get_qmin_qmax
 from .linear import (
-    FakeQuantizedLinear,
     Int4WeightOnlyQATLinear,
     Int8DynActInt4WeightQATLinear,
     _get_4w_weight_config,
@@ -38,8 +33,8 @@ from .linear import (
 )
 
 __all__ = [
-    "ComposableQATQuantizer", "Float8ActInt4WeightQATQuantizer", "Int4WeightOnlyEmbeddingQATQuantizer",
-    "Int4WeightOnlyQATQuantizer", "Int8DynActInt4WeightQATQuantizer", "TwoStepQuantizer", "_LegacyQATQuantizer",
+    "ComposableQATQuantizer", "Int4WeightOnlyEmbeddingQATQuantizer", "Int4WeightOnlyQATQuantizer",
+    "Int8DynActInt4WeightQATQuantizer", "TwoStepQuantizer", "_LegacyQATQuantizer",
 ]  # fmt: skip
 
 
@@ -164,56 +159,6 @@ class Int4WeightOnlyQATQuantizer(_LegacyQATQuantizer):
 
     def get_weight_fake_quantize_config(self) -> FakeQuantizeConfigBase:
         return _get_4w_weight_config(self.groupsize, self.scales_precision)
-
-
-class Float8ActInt4WeightQATQuantizer(_LegacyQATQuantizer):
-    """float8 inputs with a scale per row, int4 weights in groups, or per channel with ``group_size=None``.
-
-    prepare  :class:`FakeQuantizedLinear` for each linear layer
-    convert  linear layers with quantized weights, which compute as the prepared ones do; torchao has no conversion
-    """
-
-    def __init__(self, group_size: int | None = 64, scale_precision: torch.dtype = torch.bfloat16) -> None:
-        self._activation_config = Float8FakeQuantizeConfig(torch.float8_e4m3fn, PerRow())
-        self._weight_config = IntxFakeQuantizeConfig(
-            torch.int4, "per_channel" if group_size is None else "per_group", group_size=group_size,
-            is_symmetric=True, scale_precision=scale_precision,
-        )  # fmt: skip
-
-    def prepare(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        def swap(old: Any) -> nn.Module:
-            new = FakeQuantizedLinear.from_linear(old, self._activation_config, self._weight_config)
-            new.deploy()
-            return new
-
-        model = _replace_with_custom_fn_if_matches_filter(model, swap, _is_linear)
-        leave_fused_paths_(model)
-        return model
-
-    def convert(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        config = spec_config(self._activation_config, self._weight_config)
-        assert config is not None
-        made: list[nn.Module] = []
-
-        def swap(old: Any) -> nn.Module:
-            made.append(old.to_linear())
-            return made[-1]
-
-        model = _replace_with_custom_fn_if_matches_filter(model, swap, self._is_mine)
-        if made:
-            quantize_(model, config, lambda m, fqn: any(m is other for other in made))
-        take_fused_paths_(model)
-        return model
-
-    def _is_mine(self, module: nn.Module, fqn: str) -> bool:
-        quantizer = module.weight_fake_quantizer if isinstance(module, FakeQuantizedLinear) else None
-        return quantizer is not None and getattr(quantizer, "config", None) == self._weight_config
-
-    def get_activation_fake_quantize_config(self) -> FakeQuantizeConfigBase:
-        return self._activation_config
-
-    def get_weight_fake_quantize_config(self) -> FakeQuantizeConfigBase:
-        return self._weight_config
 
 
 class Int4WeightOnlyEmbeddingQATQuantizer(TwoStepQuantizer):

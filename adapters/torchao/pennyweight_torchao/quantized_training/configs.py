@@ -21,9 +21,8 @@ from ..int8_matmul import safe_int_mm
 
 __all__ = [
     "BitNetTrainingConfig", "Int8MixedPrecisionTrainingConfig", "Int8MixedPrecisionTrainingLinear",
-    "Int8WeightOnlyQuantizedTrainingConfig", "bitnet_training", "get_bitnet_scale",
-    "int8_mixed_precision_training", "int8_weight_only_quantized_training", "precompute_bitnet_scale_for_fsdp",
-    "quantize_bitnet_weight", "quantize_int8_rowwise", "scaled_int8_mm",
+    "Int8WeightOnlyQuantizedTrainingConfig", "bitnet_training", "int8_mixed_precision_training",
+    "int8_weight_only_quantized_training", "quantize_int8_rowwise", "scaled_int8_mm",
 ]  # fmt: skip
 
 # -- int8 and ternary training -----------------------------------------------------------------------------------------
@@ -91,20 +90,6 @@ def quantize_int8_rowwise(
     steps = tensor.float() * (1.0 / scale.float().clip(eps)).unsqueeze(1)
     steps = (steps + torch.rand_like(steps)).floor() if stochastic_rounding else steps.round()
     return steps.clip(-128, 127).to(torch.int8), scale
-
-
-def get_bitnet_scale(x: Tensor) -> Tensor:
-    """mean |x|, in float32."""
-    return x.float().abs().mean()
-
-
-def quantize_bitnet_weight(w: Tensor, scale: Tensor, eps: float = 1e-5) -> Tensor:
-    """int8 codes -1, 0, 1."""
-    return (w.float() / scale.clip(eps)).round().clip(-1, 1).to(torch.int8)
-
-
-def precompute_bitnet_scale_for_fsdp(module: nn.Module) -> None:
-    """No-op: the scale is computed from the gathered weight."""
 
 
 def scaled_int8_mm(A: Tensor, B: Tensor, row_scale: Tensor, col_scale: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Nodes of a converted graph compared with those of the exported one; patterns in graphs."""
+"""Nodes of a converted graph compared with those of the exported one."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pennyweight_torchao import graph_mode as gm
-from pennyweight_torchao.graph_mode import numeric_debugger, partitions
+from pennyweight_torchao.graph_mode import numeric_debugger
 
 from .graphs import x86
 
@@ -36,21 +36,3 @@ def test_layers_are_compared() -> None:
         numeric_debugger.QuantizationComparisonResult(torch.ones(2), torch.ones(3))
     with pytest.raises(ValueError, match=r"torch\.export\.export first"):
         numeric_debugger.generate_numeric_debug_handle(model)  # type: ignore[arg-type]
-
-
-def test_sequences_of_modules() -> None:
-    model, x = nn.Sequential(nn.Conv2d(1, 1, 1), nn.ReLU(), nn.Conv2d(1, 1, 1)), torch.ones(1, 1, 2, 2)
-    graph: Any = torch.export.export(model, (x,), strict=True).module()
-    found = partitions.find_sequential_partitions(graph, [nn.Conv2d, nn.ReLU])
-    assert [[p.output_nodes[0].name for p in pair] for pair in found] == [["conv2d", "relu"]]
-    with pytest.raises(ValueError, match="must be unique"):
-        partitions.find_sequential_partitions(graph, [nn.ReLU, torch.nn.functional.relu])
-    names: list[str] = []
-    partitions.bfs_trace_with_node_process(graph, lambda n: names.append(n.name))
-    assert "conv2d_1" in names
-    before = partitions.get_equivalent_types()
-    try:
-        partitions.update_equivalent_types_dict([{nn.Conv2d, nn.ReLU}])
-        assert partitions.get_equivalent_types() == [{nn.Conv2d, nn.ReLU}]
-    finally:
-        partitions.update_equivalent_types_dict(before)
