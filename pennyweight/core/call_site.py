@@ -24,7 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
-_SKIPPED = (__name__.partition(".")[0] + ".", "torch.overrides", "torch.nn.functional", "torch._tensor")
+_PACKAGE = __name__.partition(".")[0]
+OURS = (f"{_PACKAGE}.", f"{_PACKAGE}_")  # modules of this package, and of distributions that extend it
+_SKIPPED = (*OURS, "torch.overrides", "torch.nn.functional", "torch._tensor")
 _LEGACY_FORMAT = (torch.serialization._legacy_save.__code__, torch.serialization._legacy_load.__code__)
 LOAD_FROM_STATE_DICT = nn.Module._load_from_state_dict.__code__
 _APPLY = nn.Module._apply.__code__

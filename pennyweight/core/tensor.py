@@ -504,16 +504,16 @@ class PlainView:
     """Plain values of a quantized tensor: ``int_data`` (codes), ``scale``, ``zero_point`` (or real ``offset``).
 
     Shapes follow the logical axes; padding is cut off. A symmetric tensor shows its constant zero point (``mid``).
-    Raises AttributeError for a tensor with permuted channels or a ``pre_scale``: these would give another value.
+    They do not contain a ``pre_scale``. Raises AttributeError for a tensor with permuted channels, whose logical codes
+    would not match the scales.
     """
 
     def __init__(self, tensor: AffineQuantizedTensor) -> None:
-        for part, what in (("perm", "permuted channels"), ("pre_scale", "a factor of each input channel")):
-            if getattr(tensor, part) is not None:
-                raise AttributeError(
-                    f"a quantized tensor {tuple(tensor.shape)} ({tensor.spec}) is stored with {what}, so plain codes "
-                    f"and scales would not match; use .codes, .scale and .{part}, or dequantize()"
-                )
+        if tensor._perm is not None:
+            raise AttributeError(
+                f"a quantized tensor {tuple(tensor.shape)} ({tensor.spec}) is stored with permuted channels, so plain "
+                "codes and scales would not match; use .codes, .scale and .perm, or dequantize()"
+            )
         self._tensor, self._parts = tensor, tensor.plain_parts()
 
     def _logical(self, part: Tensor) -> Tensor:

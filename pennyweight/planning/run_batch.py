@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.call_site import OURS
 from ..core.fallback import FallbackError
 from ..support.arguments import show
 from ..support.errors import ArgumentError
@@ -45,7 +46,7 @@ def _frames(error: BaseException) -> list[FrameType]:
 def _raised_by_a_check(error: BaseException) -> bool:
     """Whether a check of this package raised it, such as that of NaN in a layer's inputs, not the model."""
     last = _frames(error)[-1].f_globals.get("__name__", "")
-    return last.startswith("pennyweight.") and isinstance(error, ValueError) and not isinstance(error, ArgumentError)
+    return last.startswith(OURS) and isinstance(error, ValueError) and not isinstance(error, ArgumentError)
 
 
 def _why_not_run(model: nn.Module, batch: Any, error: Exception) -> str:
@@ -108,6 +109,6 @@ def token_mask(batch: Any) -> Tensor | None:
 def user_level() -> int:
     """``stacklevel`` of the first frame outside this package, so that a warning points to the user's line."""
     level, frame = 1, sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("pennyweight."):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(OURS):
         level, frame = level + 1, frame.f_back  # type: ignore[assignment]
     return level

@@ -1,4 +1,4 @@
-"""docs/format.md, versions 1 to 4, with numpy alone: read(path) -> {name: array}, quantized tensors as float32.
+"""docs/format.md, versions 1 to 5, with numpy alone: read(path) -> {name: array}, quantized tensors as float32.
 
 Written from the page, not from the library, so that the page is known to be enough. It trusts its file.
 """
@@ -45,6 +45,8 @@ def read(path):
         x = value(name, meta["spec"], shape, stored, meta.get("flat", False))
         if meta.get("perm"):
             x = x[..., np.argsort(stored[f"{name}.perm"])]
+        if meta.get("pre_scale"):
+            x = x * stored[f"{name}.pre_scale"]
         out[name] = x.transpose(axes)
     used = tuple(f"{name}." for name in manifest["tensors"])
     out |= {name: array for name, array in stored.items() if name not in out and not name.startswith(used)}

@@ -29,6 +29,7 @@ SPECS = {
     "static": QuantSpec(INT8, (-1,)),
     "reordered": QuantSpec(UINT4, (16,), scale=torch.float16, zero_point=True),
     "conv": QuantSpec(INT4, (-1, -1, -1)),
+    "scaled": QuantSpec(INT8, (-1,)),
 }
 
 
@@ -58,6 +59,8 @@ def sample_model() -> Model:
             w = w.with_(act_scale=torch.tensor([0.5]), act_zero_point=torch.tensor([3], dtype=torch.int8))
         if name == "reordered":  # the one thing for which a file says version 2
             w = w.with_(perm=torch.randperm(64).to(torch.int32))
+        if name == "scaled":  # the one thing for which a file says version 5
+            w = w.with_(pre_scale=torch.rand(64) + 0.5)
         layer.weight = nn.Parameter(w, requires_grad=False)
     model.tied.weight = model.int4.weight
     return model

@@ -1,4 +1,4 @@
-"""Files of format versions 1 to 4, written once, read for ever: by the library and by the numpy reader."""
+"""Files of format versions 1 to 5, written once, read for ever: by the library and by the numpy reader."""
 
 import hashlib
 from pathlib import Path
@@ -25,6 +25,8 @@ THIRD = GOLDEN.parent / "v3"
 FOURTH = GOLDEN.parent / "v4"
 FOURTH_SHA256 = "fbb0fafaac839516ad46558fdbb051995986c0c6abc5ade181f49e61f5d214e1"
 
+FIFTH = GOLDEN.parent / "v5"
+FIFTH_SHA256 = "fb5b721566e02732640807fffe502e9ca6b35e8b429af5eba30249fe711628b2"
 THIRD_SHA256 = "d0b52361758c1d845710f5171e9479822e09767bb8d34f0aef60aea9324747fb"
 
 
@@ -34,6 +36,7 @@ def test_the_files_are_the_ones_that_were_written_then() -> None:
     assert hashlib.sha256((SECOND / "all.safetensors").read_bytes()).hexdigest() == SECOND_SHA256
     assert hashlib.sha256((THIRD / "all.safetensors").read_bytes()).hexdigest() == THIRD_SHA256
     assert hashlib.sha256((FOURTH / "all.safetensors").read_bytes()).hexdigest() == FOURTH_SHA256
+    assert hashlib.sha256((FIFTH / "all.safetensors").read_bytes()).hexdigest() == FIFTH_SHA256
 
 
 @pytest.mark.parametrize("path", ["all.safetensors", "sharded"])
@@ -84,9 +87,10 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     return out
 
 
-def test_saving_what_was_read_gives_the_same_file(tmp_path: Path) -> None:
-    save(load(FOURTH / "all.safetensors"), tmp_path / "again.safetensors")
-    assert (tmp_path / "again.safetensors").read_bytes() == (FOURTH / "all.safetensors").read_bytes()
+@pytest.mark.parametrize("folder", [FOURTH, FIFTH], ids=lambda folder: folder.name)
+def test_saving_what_was_read_gives_the_same_file(folder: Path, tmp_path: Path) -> None:
+    save(load(folder / "all.safetensors"), tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == (folder / "all.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("folder", [GOLDEN, SECOND, THIRD], ids=lambda folder: folder.name)
@@ -149,3 +153,11 @@ def test_version_4() -> None:
         "conv.ternary",
     }
     assert out["tied"] is out["conv1x1"]
+
+
+def test_version_5() -> None:
+    """Factors of the contracted axis."""
+    out = read(FIFTH)
+    assert [n for n in out if isinstance(out[n], QT) and out[n].pre_scale is None] == ["bare"]
+    assert out["tied"] is out["int4"]
+    assert out["reordered"].perm is not None

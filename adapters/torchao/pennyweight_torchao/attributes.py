@@ -109,7 +109,7 @@ ATTRIBUTES: dict[str, tuple[Callable[[QT], Any], str]] = {
     "act_quant_kwargs": (_act_quant_kwargs, "The activation quantization as torchao's kwargs object, or None."),
     "act_quant_scale": (lambda w: w.act_scale, "The scale of a static activation."),
     "act_quant_zero_point": (lambda w: w.act_zero_point, "The zero point of a static activation."),
-    "act_pre_scale": (lambda w: None, "torchao's pre-scale of the input: always None."),
+    "act_pre_scale": (tensor_class.act_pre_scale_of, "The factor of each input channel (AWQ, SmoothQuant), or None."),
     "reduce_range": (lambda w: w.spec.format.name == "int7", "Whether the codes have 7 bits."),
     "target_dtype": (_target_dtype, "torch's dtype of the codes."),
     "activation_quantization": (_activation_quantization, "The activation quantization by torchao's name, or None."),

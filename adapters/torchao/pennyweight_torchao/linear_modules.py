@@ -21,7 +21,6 @@ from pennyweight.planning.granularity import MappingType
 from .exported_ops import fake_quantized_tokens, int4_values, is_exported
 from .groupwise import group_quantize_tensor_symmetric, groupwise_affine_quantize_tensor
 from .operators.affine import define
-from .pre_scaled import PreScaledTensor
 
 __all__ = [
     "Int4WeightOnlyQuantizer", "Int8DynActInt4WeightLinear", "Int8DynActInt4WeightQuantizer", "Quantizer",
@@ -37,7 +36,7 @@ Filter = Callable[[nn.Module, str], bool]
 def _is_linear(mod: nn.Module, *args: Any) -> bool:
     """The default filter: nn.Linear whose weight is not quantized, without nn.MultiheadAttention's output layer."""
     plain = isinstance(mod, nn.Linear) and not isinstance(mod, nn.modules.linear.NonDynamicallyQuantizableLinear)
-    return plain and hasattr(mod, "weight") and not isinstance(mod.weight, (AffineQuantizedTensor, PreScaledTensor))
+    return plain and hasattr(mod, "weight") and not isinstance(mod.weight, AffineQuantizedTensor)
 
 
 def _replace_with_custom_fn_if_matches_filter(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.io.codecs.torchao.flattened_safetensors import flatten_tensor_state_dict, unflatten_tensor_state_dict
-from pennyweight.io.file import CheckpointError
+from pennyweight.io.codecs.torchao.tensor_class import with_pre_scale
 from pennyweight_torchao.algorithms.awq import AWQConfig, AWQObservedLinear, AWQObserver, AWQStep, get_act_scale
 from pennyweight_torchao.algorithms.smooth_observers import (
     RunningAbsMaxSmoothQuantObserver,
@@ -22,7 +22,6 @@ from pennyweight_torchao.algorithms.smooth_observers import (
 from pennyweight_torchao.algorithms.smoothquant import SmoothQuantConfig
 from pennyweight_torchao.int4_views import Int4Tensor
 from pennyweight_torchao.int8_float8_views import Int8Tensor, QuantizeTensorToInt8Kwargs
-from pennyweight_torchao.pre_scaled import PreScaledTensor
 from pennyweight_torchao.protocols import SupportsActivationPreScaling
 from pennyweight_torchao.quant_api import quantize_
 from pennyweight_torchao.v0_8_configs import (
@@ -186,9 +185,9 @@ def test_layers_that_are_not_observed_stay(algorithm: str, model: nn.Sequential,
     quantize_(model, CONFIGS[algorithm](base, "convert"))
     assert model[2].weight is last
     assert type(model[0]) is nn.Linear
-    assert "PreScaledTensor" in repr(model)
     quantize_(model, base)  # the other layer; the first has its weight
-    assert isinstance(model[0].weight, PreScaledTensor)
+    assert model[0].weight.pre_scale is not None
+    assert model[2].weight.pre_scale is None
     assert isinstance(model[2].weight, Int4Tensor)
 
 
@@ -221,42 +220,49 @@ def test_state_dicts(algorithm: str, base: str, model: nn.Sequential, batches: l
     assert torch.equal(model(batches[0]), y)
 
 
-def test_our_own_reader_refuses_a_pre_scaled_weight(
-    model: nn.Sequential, batches: list[Tensor], tmp_path: Path
+@pytest.mark.parametrize("algorithm", CONFIGS)
+def test_our_own_files_and_calls_take_it(
+    algorithm: str, model: nn.Sequential, batches: list[Tensor], tmp_path: Path
 ) -> None:
+    """A weight of AWQ or SmoothQuant is an ordinary one: torchao's file, our file, frozen, moved by its name."""
     from safetensors.torch import save_file
 
-    tensors, metadata = flatten_tensor_state_dict(converted("awq", BASES["dynamic"], model, batches).state_dict())
-    save_file(tensors, tmp_path / "model.safetensors", metadata)
-    with pytest.raises(CheckpointError, match="act_pre_scale of AWQ or SmoothQuant"):
-        pw.open(tmp_path / "model.safetensors").state_dict()
+    q = converted(algorithm, BASES["dynamic"], copy.deepcopy(model), batches)
+    y = q(batches[0])
+    tensors, metadata = flatten_tensor_state_dict(q.state_dict())
+    save_file(tensors, tmp_path / "torchao.safetensors", metadata)
+    pw.save(q, tmp_path / "native.safetensors")
+    for name in ("torchao", "native"):
+        other = copy.deepcopy(model)
+        other.load_state_dict(pw.open(tmp_path / f"{name}.safetensors").state_dict(), assign=True)
+        assert torch.equal(other(batches[0]), y), name
+    pw.inference.freeze_(q)
+    torch.testing.assert_close(q(batches[0]), y)
 
 
 # -- the weight --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def weight() -> PreScaledTensor:
+def weight() -> pw.AffineQuantizedTensor:
     w = torch.randn(8, 64, generator=torch.Generator().manual_seed(5))
     pre = torch.linspace(0.5, 2, 64)
     made = Int8Tensor.from_hp(w, pw.PerRow(), act_pre_scale=pre)
-    assert isinstance(made, PreScaledTensor)
+    assert torch.equal(made.act_pre_scale, pre)
     return made
 
 
 def test_linear_scales_its_input(weight: Any) -> None:
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(6), requires_grad=True)
     y = F.linear(x, weight)
-    wanted = (x * weight.act_pre_scale) @ weight.dequantize().t()
+    wanted = (x * weight.act_pre_scale) @ weight.with_(pre_scale=None).dequantize().t()
     torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
     y.sum().backward()
-    torch.testing.assert_close(x.grad, (weight.dequantize().sum(0) * weight.act_pre_scale).expand(5, 64))
+    torch.testing.assert_close(x.grad, weight.dequantize().sum(0).expand(5, 64))
     assert F.linear(x.bfloat16(), weight).dtype is torch.bfloat16
     below = torch.ops.aten.linear.default(x.detach(), weight, torch.ones(8))
     torch.testing.assert_close(below, y.detach() + 1)
-    for product in (lambda: x @ weight.t(), lambda: torch.mm(x, weight)):
-        with pytest.raises(NotImplementedError, match="scales the input first"):
-            product()
+    torch.testing.assert_close(x @ weight.t(), y)
 
 
 def test_what_the_weight_shows(weight: Any) -> None:
@@ -265,11 +271,9 @@ def test_what_the_weight_shows(weight: Any) -> None:
     assert isinstance(weight, SupportsActivationPreScaling)
     assert weight.qdata.shape == (8, 64)
     assert weight.block_size == [1, 64]
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        _ = weight.nonsense
     for broken in (torch.ones(63), torch.ones(64, dtype=torch.int64)):
         with pytest.raises(ValueError, match=r"one number per input channel, \[64\]"):
-            PreScaledTensor(weight.original_weight_tensor, broken)
+            with_pre_scale(weight, broken)
 
 
 def test_rows_and_columns(weight: Any) -> None:
@@ -277,10 +281,9 @@ def test_rows_and_columns(weight: Any) -> None:
     torch.testing.assert_close(F.linear(x, weight[2:5]), F.linear(x, weight)[:, 2:5])
     halves = F.linear(x[:, :32], weight[:, :32]) + F.linear(x[:, 32:], weight.narrow(1, 32, 32))
     torch.testing.assert_close(halves, F.linear(x, weight), rtol=1e-4, atol=1e-4)
-    same = PreScaledTensor(weight.original_weight_tensor, torch.tensor([2.0]))
-    torch.testing.assert_close(
-        F.linear(x[:, :32], same[:, :32]), 2 * F.linear(x[:, :32], weight.original_weight_tensor[:, :32])
-    )
+    bare = weight.with_(pre_scale=None)
+    same = with_pre_scale(bare, torch.tensor([2.0]))
+    torch.testing.assert_close(F.linear(x[:, :32], same[:, :32]), 2 * F.linear(x[:, :32], bare[:, :32]))
 
 
 def test_copies_and_compile(weight: Any) -> None:

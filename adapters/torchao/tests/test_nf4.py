@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -424,3 +425,18 @@ def test_siblings_in_a_frozen_model() -> None:
         assert torch.allclose(y, told, atol=1e-4)
         pw.inference.freeze_(model)
         assert torch.allclose(model(x), y, atol=1e-6)
+
+
+@pytest.mark.parametrize("text", ["w.new_zeros(16, 48)", "w.view(-1)"])
+def test_torch_distributed_is_still_recognized(text: str) -> None:
+    """These functions have handlers here too, which stand between the caller and those of pennyweight.distributed."""
+    import torch.distributed as dist
+
+    w = pw.AffineQuantizedTensor.from_float(torch.randn(32, 48), pw.QuantSpec(pw.get_format("int8"), (-1,)))
+    names: dict[str, Any] = {"__name__": "torch.distributed.fsdp._fully_shard"}
+    exec(f"def run(w): return {text}", names)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert type(names["run"](w)) is pw.AffineQuantizedTensor
+    finally:
+        dist.destroy_process_group()

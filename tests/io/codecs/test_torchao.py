@@ -137,14 +137,18 @@ def test_the_reader_needs_no_adapter(folder: Path) -> None:
     assert run.stdout == "True True False\n"
 
 
-def test_a_weight_whose_input_is_scaled_first_is_refused(tmp_path: Path) -> None:
-    """act_pre_scale of AWQ and SmoothQuant: our tensors do not hold it, and without it the weight is another one."""
+def test_a_weight_whose_input_is_scaled_first(tmp_path: Path) -> None:
+    """act_pre_scale of AWQ and SmoothQuant: without it the weight is another one."""
     linear = torch.nn.Linear(64, 16)
     pw.quantize_(linear, pw.Int8WeightOnlyConfig())
-    tensors, metadata = flatten_tensor_state_dict({"m.weight": linear.weight})
-    described = json.loads(metadata["m.weight"])
-    described["_tensor_data_names"].append("act_pre_scale")
-    tensors["m._weight_act_pre_scale"] = torch.ones(64)
-    save_file(tensors, tmp_path / "model.safetensors", {**metadata, "m.weight": json.dumps(described)})
-    with pytest.raises(CheckpointError, match=r"m\.weight: its input is scaled first"):
+    factors = torch.linspace(0.5, 2, 64)
+    tensors, metadata = flatten_tensor_state_dict({"m.weight": linear.weight.with_(pre_scale=factors)})
+    assert torch.equal(tensors["m._weight_act_pre_scale"], factors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata)
+    read = pw.load(tmp_path)["m.weight"]
+    assert torch.equal(read.dequantize(), linear.weight.dequantize() * factors)
+    save_file({**tensors, "m._weight_act_pre_scale": torch.ones(63)}, tmp_path / "model.safetensors", metadata)
+    with pytest.raises(
+        CheckpointError, match=r"m\.weight: act_pre_scale must have one number per input channel, \[64\]"
+    ):
         pw.open(tmp_path)

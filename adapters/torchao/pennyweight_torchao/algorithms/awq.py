@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pennyweight.io.codecs.torchao.tensor_class import with_pre_scale
 from pennyweight.planning.configs import AOBaseConfig
 from pennyweight.planning.module_handlers import register_quantize_module_handler
 
 from ..enums import QuantizationStep
-from ..pre_scaled import PreScaledTensor
 from .quantized_layers import quantized_linear, quantized_weight
 
 __all__ = ["AWQConfig", "AWQObservedLinear", "AWQObserver", "AWQStep", "get_act_scale"]
@@ -152,4 +152,4 @@ def _awq_transform(module: nn.Module, config: AWQConfig) -> nn.Module:
     else:
         scales = layer.act_obs.calculate_qparams()
     weight = quantized_weight(layer.weight.detach() * scales, config.base_config)
-    return quantized_linear(layer, PreScaledTensor(weight, 1.0 / scales))
+    return quantized_linear(layer, with_pre_scale(weight, 1.0 / scales))

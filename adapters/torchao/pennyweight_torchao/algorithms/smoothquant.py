@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from pennyweight.io.codecs.torchao.tensor_class import with_pre_scale
 from pennyweight.planning.configs import AOBaseConfig
 from pennyweight.planning.granularity import MappingType, PerTensor
 from pennyweight.planning.module_handlers import register_quantize_module_handler
 
 from ..enums import QuantizationStep
 from ..int8_float8_views import QuantizeTensorToInt8Kwargs
-from ..pre_scaled import PreScaledTensor
 from .awq import check_step
 from .quantized_layers import is_static, quantized_linear, quantized_weight, with_scale
 from .smooth_observers import RunningAbsMaxSmoothQuantObserver, SmoothQuantObservedLinear, SmoothQuantObserver
@@ -63,7 +63,7 @@ def _smooth_quant_transform(module: nn.Module, config: SmoothQuantConfig) -> nn.
         if is_static(base) and base.act_quant_scale is None:
             asymmetric = base.act_mapping_type is MappingType.ASYMMETRIC
             base = with_scale(base, torch.ones(1), torch.zeros(1, dtype=torch.int8) if asymmetric else None)
-        return quantized_linear(layer, PreScaledTensor(quantized_weight(w, base), torch.ones_like(w[0])))
+        return quantized_linear(layer, with_pre_scale(quantized_weight(w, base), torch.ones_like(w[0])))
     if not isinstance(layer, SmoothQuantObservedLinear):
         return layer
     if config.step != "convert":
@@ -74,7 +74,7 @@ def _smooth_quant_transform(module: nn.Module, config: SmoothQuantConfig) -> nn.
     if scale is not None:
         base = with_scale(base, scale, zero_point)
     weight = quantized_weight((layer.weight.detach() * s).to(layer.weight.dtype), base)
-    return quantized_linear(layer, PreScaledTensor(weight, (1.0 / s).to(layer.weight.dtype)))
+    return quantized_linear(layer, with_pre_scale(weight, (1.0 / s).to(layer.weight.dtype)))
 
 
 def _activation_kwargs(base: Any) -> Any:
