@@ -1,5 +1,6 @@
 """For every test: fixed seeds, and memory that was never written is made visible."""
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +31,14 @@ hypothesis.settings.load_profile("repeatable")
 get_torch_obj_rule_map()
 # So does `with torch.device("meta")`, which would not know `empty` again.
 _device_constructors()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Show no DEBUG records under a failing test: torch.compile writes thousands. pytest's own option log_level would
+    clear the caches of all loggers twelve times per test, 2 ms and more once transformers has been imported."""
+    plugin: Any = config.pluginmanager.get_plugin("logging-plugin")
+    for handler in (plugin.caplog_handler, plugin.report_handler):
+        handler.setLevel(logging.WARNING)
 
 
 def pytest_collection_finish() -> None:
@@ -109,7 +118,7 @@ def _identity(value: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack for each kind of GPU, 1 ms
 
 
 @pytest.fixture(autouse=True)
