@@ -33,10 +33,10 @@ get_torch_obj_rule_map()
 _device_constructors()
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     """Show no DEBUG records under a failing test: torch.compile writes thousands. pytest's own option log_level would
     clear the caches of all loggers twelve times per test, 2 ms and more once transformers has been imported."""
-    plugin: Any = config.pluginmanager.get_plugin("logging-plugin")
+    plugin: Any = session.config.pluginmanager.get_plugin("logging-plugin")
     for handler in (plugin.caplog_handler, plugin.report_handler):
         handler.setLevel(logging.WARNING)
 

@@ -126,7 +126,8 @@ def _in_words(meta: Meta) -> str:
     """As "int4, groups of 64, symmetric, bf16 scales"."""
     from ..planning.scheme import describe, describe_activation
 
-    return describe(meta.spec) + ("" if meta.act is None else f"; {describe_activation(meta.act)}")
+    scaled = "; inputs scaled per channel" if meta.pre_scale else ""
+    return describe(meta.spec) + scaled + ("" if meta.act is None else f"; {describe_activation(meta.act)}")
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
