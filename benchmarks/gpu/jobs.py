@@ -14,10 +14,10 @@ from torch import nn
 
 from pennyweight.kernels.table import case_of, moved, select
 from pennyweight.kernels.triton import self_test, self_test_inputs, tiles
-from pennyweight.kernels.triton.aot_compile import Job, Product, compiling, dtypes_of, job
 from pennyweight.kernels.triton.tuning import ROWS, choices
 from pennyweight.kernels.triton.weight_only import static_of
 
+from .aot_compile import Job, Product, compiling, dtypes_of, job
 from .schemes import GOALS, SCHEMES, TUNED
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from .collect import PAGE, all_results
 from .report import bench_rows, model_rows
-from .results import KERNELS, ROOT
+from .results import ROOT
 
 # Target -> cards of it. Compiled for: where tests/kernels/triton compiles the kernels ahead
 TARGETS = {
@@ -82,7 +82,7 @@ def targets(found: Found, root: Path) -> str:
 
 def compiled_for(root: Path) -> set[str]:
     """The targets that the tests compile for: ``TARGETS`` of aot_compile.py, read without importing Triton."""
-    path = root / KERNELS / "aot_compile.py"
+    path = root / "benchmarks" / "gpu" / "aot_compile.py"
     if not path.exists():
         return set()
     listed = re.search(r"^TARGETS[^=\n]*=\s*[({\[](.*?)[)}\]]\n", path.read_text("utf-8"), re.M | re.S)

@@ -1,6 +1,6 @@
 """Compiles kernels ahead into Triton's cache folder, without a device or beside one that measures.
 
-jobs.py lists what to compile, and pennyweight/kernels/triton/aot_compile.py compiles it. The files have the names that
+jobs.py lists what to compile, and aot_compile.py compiles it. The files have the names that
 a launch on the device looks up, if its Triton is the same release: keys hash Triton's own files.
 """
 

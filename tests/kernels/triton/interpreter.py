@@ -157,7 +157,8 @@ def splits() -> dict[str, Any]:
     """The number of programs that share a tile changes results by rounding only; two runs have the same bits."""
     import torch
 
-    from pennyweight.kernels.triton import aot_compile, tiles, weight_only
+    from benchmarks.gpu import aot_compile
+    from pennyweight.kernels.triton import tiles, weight_only
 
     given, found, sizes = watch_locks(), {}, set()
     for name in ("int4 g64", "int8 row"):
@@ -177,7 +178,8 @@ def splits() -> dict[str, Any]:
 @check
 def candidates(bucket: str) -> dict[str, Any]:
     """Every tile that may be measured for a bucket gives the product."""
-    from pennyweight.kernels.triton import aot_compile, tiles, weight_only
+    from benchmarks.gpu import aot_compile
+    from pennyweight.kernels.triton import tiles, weight_only
 
     found, m = {}, int(bucket) - 3
     static, w, x, bias, exact = _example(aot_compile.FORMATS["int4 g64"], m, 130, 600)

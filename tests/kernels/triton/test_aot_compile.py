@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from pennyweight.kernels.triton import aot_compile, tiles
-from pennyweight.kernels.triton.aot_compile import FORMATS, TARGETS, Job, Report
+from benchmarks.gpu import aot_compile
+from benchmarks.gpu.aot_compile import FORMATS, TARGETS, Job, Report
+from pennyweight.kernels.triton import tiles
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 

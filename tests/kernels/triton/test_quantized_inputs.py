@@ -144,7 +144,8 @@ def test_torch_quantizes_where_the_kernel_does_not_run() -> None:
 @needs_triton
 def test_the_kernels_compile_without_spills() -> None:
     """The cases of the first use, for a H100."""
-    from pennyweight.kernels.triton import aot_compile, int8_linear_kernel, quantize_kernel
+    from benchmarks.gpu import aot_compile
+    from pennyweight.kernels.triton import int8_linear_kernel, quantize_kernel
 
     names = ("int8_product", "int8_product_blocks")
     for check in self_test_inputs.cases():

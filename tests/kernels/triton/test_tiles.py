@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pennyweight.kernels.triton import aot_compile, tiles
+from benchmarks.gpu import aot_compile
+from pennyweight.kernels.triton import tiles
 from pennyweight.kernels.triton.codes import PIECES, Decoding
 from pennyweight.kernels.triton.layout import columns
 from pennyweight.kernels.triton.tiles import Tile

@@ -7,7 +7,6 @@ PROBE = """
 import sys
 import pennyweight, torch
 import pennyweight.kernels.triton.weight_only, pennyweight.kernels.triton.self_test
-import pennyweight.kernels.triton.aot_compile
 assert "triton" not in sys.modules
 sys.modules["triton"] = None  # importing it raises ImportError
 model = torch.nn.Sequential(torch.nn.Linear(128, 64)).bfloat16()

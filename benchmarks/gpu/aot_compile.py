@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from ...core.formats import E2M1, E4M3, E8M0, INT2, INT4, INT8, NF4, UINT3, UINT4
-from ...core.spec import TENSOR, ActivationSpec, QuantSpec
-from ...core.tensor import AffineQuantizedTensor
-from ..target import capability
-from . import int8_linear, quantize, tiles
-from .layout import LAYOUT
-from .tiles import Tile
-from .weight_only import Operand, Static, dequantize, grid, launch, operand, static_of
+from pennyweight.core.formats import E2M1, E4M3, E8M0, INT2, INT4, INT8, NF4, UINT3, UINT4
+from pennyweight.core.spec import TENSOR, ActivationSpec, QuantSpec
+from pennyweight.core.tensor import AffineQuantizedTensor
+from pennyweight.kernels.target import capability
+from pennyweight.kernels.triton import int8_linear, quantize, tiles
+from pennyweight.kernels.triton.layout import LAYOUT
+from pennyweight.kernels.triton.tiles import Tile
+from pennyweight.kernels.triton.weight_only import Operand, Static, dequantize, grid, launch, operand, static_of
 
 # One per generation with other instructions; tests/kernels/triton compiles for all of them
 TARGETS = ("cuda:sm_80", "cuda:sm_89", "cuda:sm_90", "cuda:sm_100", "cuda:sm_120", "hip:gfx942")
@@ -180,7 +180,7 @@ def _operand(wanted: Product) -> Operand:
 
 
 def _launch(wanted: Product, static: Static, tile: Tile, target: str) -> Any:
-    from . import weight_only_kernel
+    from pennyweight.kernels.triton import weight_only_kernel
 
     x = torch.empty(wanted.m, wanted.k, dtype=wanted.dtype, device="meta")
     bias = torch.empty(wanted.n, dtype=wanted.dtype, device="meta") if wanted.bias else None
@@ -190,7 +190,7 @@ def _launch(wanted: Product, static: Static, tile: Tile, target: str) -> Any:
 
 
 def _dequantize(wanted: Product, static: Static, target: str) -> Any:
-    from . import weight_only_kernel
+    from pennyweight.kernels.triton import weight_only_kernel
 
     with compiling(target, weight_only_kernel, ("dequantize",)) as found:
         dequantize(_operand(wanted), static)
@@ -263,7 +263,7 @@ def input_kernels(target: str) -> list[Job]:
 
 
 def _int8(m: int, dtype: torch.dtype, bias: bool, tile: int8_linear.Tile, target: str) -> Any:
-    from . import int8_linear_kernel
+    from pennyweight.kernels.triton import int8_linear_kernel
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -279,7 +279,7 @@ def _int8(m: int, dtype: torch.dtype, bias: bool, tile: int8_linear.Tile, target
 
 
 def _quantize(spec: QuantSpec, k: int, target: str) -> Any:
-    from . import quantize_kernel
+    from pennyweight.kernels.triton import quantize_kernel
 
     static = quantize.static_of(ActivationSpec(spec), _BF16)
     assert not isinstance(static, str), static
