@@ -88,8 +88,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--each-value", action="store_true",
         help="of the combinations of a parametrized test, run those that have a value which no earlier one has; leave "
-        "out what is marked as exhaustive",
+        "out what is marked as exhaustive, and what slow_tests.txt lists",
     )  # fmt: skip
+    parser.addoption("--slow", action="store_true", help="with --each-value: run what slow_tests.txt lists, too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -100,16 +101,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(skip)
     if not config.getoption("--each-value"):
         return
+    slow = set() if config.getoption("--slow") else slow_tests()
     seen: dict[tuple[Path, str], set[Any]] = {}
     kept, dropped = [], []
     for item in items:
         known = seen.setdefault((item.path, getattr(item, "originalname", item.name)), set())
         given = getattr(item, "callspec", None)
         values = {(name, _identity(value)) for name, value in given.params.items()} if given else {item.name}
-        (kept if values - known and "exhaustive" not in item.keywords else dropped).append(item)
+        quick = "exhaustive" not in item.keywords and item.nodeid.partition("[")[0] not in slow
+        (kept if values - known and quick else dropped).append(item)
         known |= values
     config.hook.pytest_deselected(items=dropped)
     items[:] = kept
+
+
+def slow_tests() -> set[str]:
+    """The tests that slow_tests.txt lists."""
+    lines = (Path(__file__).parent / "tests" / "slow_tests.txt").read_text("utf-8").splitlines()
+    return {line for line in lines if line and not line.startswith("#")}
 
 
 def _identity(value: Any) -> Any:

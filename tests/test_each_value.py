@@ -4,20 +4,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from conftest import pytest_collection_modifyitems
+import pytest
+
+from conftest import pytest_collection_modifyitems, slow_tests
 
 
 def item(name: str, **params: Any) -> Any:
     given = SimpleNamespace(params=params) if params else None
     keywords = {name, "exhaustive"} if name == "test_long" else {name}
     return SimpleNamespace(
-        path=Path("test_x.py"), originalname=name, name=f"{name}[{params}]", callspec=given, keywords=keywords
-    )
+        path=Path("test_x.py"), originalname=name, name=f"{name}[{params}]", callspec=given, keywords=keywords,
+        nodeid=f"test_x.py::{name}[{params}]",
+    )  # fmt: skip
 
 
-def selected(items: list[Any], each_value: bool = True) -> list[Any]:
+def selected(items: list[Any], *options: str) -> list[Any]:
     config: Any = SimpleNamespace(
-        getoption=lambda name: each_value, hook=SimpleNamespace(pytest_deselected=lambda items: None)
+        getoption=lambda name: name in options, hook=SimpleNamespace(pytest_deselected=lambda items: None)
     )
     kept = list(items)
     pytest_collection_modifyitems(config, kept)
@@ -28,7 +31,22 @@ def test_each_value_is_kept_and_combinations_are_not() -> None:
     shapes, dtypes = [object(), object(), object()], ["float32", "bfloat16"]
     items = [item("test_a", shape=s, dtype=d) for s in shapes for d in dtypes]
     items += [item("test_b", dtype=d) for d in dtypes] + [item("test_c"), item("test_d"), item("test_long")]
-    kept = selected(items)
+    kept = selected(items, "--each-value")
     assert [i.name for i in kept if i.originalname == "test_a"] == [items[k].name for k in (0, 1, 2, 4)]
     assert [i.originalname for i in kept[4:]] == ["test_b", "test_b", "test_c", "test_d"]
-    assert selected(items, each_value=False) == items
+    assert selected(items) == items
+
+
+def test_slow_tests_are_left_out_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conftest.slow_tests", lambda: {"test_x.py::test_c"})
+    items = [item("test_a", x=1), item("test_c", x=1), item("test_c", x=2)]
+    assert selected(items, "--each-value") == items[:1]
+    assert selected(items, "--each-value", "--slow") == selected(items) == items
+
+
+def test_every_slow_test_is_there() -> None:
+    """A line of tests/slow_tests.txt that names no test any more would leave its successor in."""
+    root = Path(__file__).parent.parent
+    for line in slow_tests():
+        path, _, name = line.partition("::")
+        assert f"def {name}(" in (root / path).read_text("utf-8"), line

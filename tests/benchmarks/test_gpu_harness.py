@@ -68,6 +68,7 @@ def test_some_stages(tmp_path: Path) -> None:
     assert gpu("--dry", "--only", "facts,speed", "--out", tmp_path).stderr.startswith("scripts/gpu: no stage speed")
 
 
+@pytest.mark.exhaustive
 def test_a_crash_costs_one_case(tmp_path: Path) -> None:
     done = gpu("--dry", "--only", "conformance,ncu", "--budget", 100, "--out", tmp_path, **{TROUBLE: "crash:case 2"})
     assert done.returncode == 1
@@ -81,6 +82,7 @@ def test_a_crash_costs_one_case(tmp_path: Path) -> None:
     assert "FAILED conformance: kernels: case 2" in (tmp_path / "report.txt").read_text()
 
 
+@pytest.mark.exhaustive
 def test_a_hang_ends_with_the_budget(tmp_path: Path) -> None:
     begin = time.monotonic()
     done = gpu("--dry", "--only", "conformance,ncu", "--budget", 15, "--out", tmp_path, **{TROUBLE: "hang:case 2"})

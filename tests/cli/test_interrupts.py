@@ -90,6 +90,7 @@ def test_quantize(stopped: Stopped, plain: Path, tmp_path: Path) -> None:
     check(stopped, tmp_path / "q", lambda folder: ["quantize", plain, folder / "out", *INT4], 31, moments)
 
 
+@pytest.mark.exhaustive
 def test_convert(stopped: Stopped, plain: Path, tmp_path: Path, run: Any) -> None:
     assert run("quantize", plain, tmp_path / "small", "--config", "w4a16", "--group-size", "32").exit_code == 0
     options = ("--to", "compressed-tensors", *SHARDS)
@@ -99,6 +100,7 @@ def test_convert(stopped: Stopped, plain: Path, tmp_path: Path, run: Any) -> Non
     )
 
 
+@pytest.mark.exhaustive
 def test_quantize_with_calibration(stopped: Stopped, writer: Path, text: Path, tmp_path: Path) -> None:
     options = ("--config", "int4", "--group-size", "32", "--calibration", text, "--algorithm", "gptq")
     check(

@@ -34,12 +34,14 @@ def rows() -> list[Row]:
     return sweep_all(workers=min(4, os.cpu_count() or 1))
 
 
+@pytest.mark.exhaustive
 def test_every_operator_gives_the_result_of_the_dequantized_operand(rows: list[Row]) -> None:
     assert {row.name: row.wrong for row in rows if row.wrong} == {}
     assert {row.name for row in rows} == {full_name(op) for op in entries()}
     assert sum(row.native + row.counted + row.fallback for row in rows) > 1000
 
 
+@pytest.mark.exhaustive
 def test_refusals_are_meant(rows: list[Row]) -> None:
     refused = {row.name: row.reason for row in rows if row.refused}
     assert refused.keys() == REFUSALS.keys()
@@ -47,6 +49,7 @@ def test_refusals_are_meant(rows: list[Row]) -> None:
         assert REFUSALS[name] in reason
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page is about the operators of torch 2.13")
 def test_the_page_is_current(rows: list[Row]) -> None:
     old, new = DOC.read_text(encoding="utf-8"), page(rows)
@@ -58,6 +61,7 @@ def test_what_cannot_be_compared_is_still_there() -> None:
     assert INCOMPARABLE.keys() <= {full_name(op) for op in entries()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # of torch's own samples, as in the processes of the sweep
 def test_a_last_axis_in_another_order() -> None:
     rows = [sweep(op, reordered) for op in entries() if full_name(op) in NATIVE]

@@ -38,7 +38,13 @@ def run(state: str) -> tuple[dict[str, str], dict[str, str]]:
     return under, after
 
 
-@pytest.mark.parametrize("state", [name for name in STATES if name != "none"])
+QUICK = ("bfloat16", "inference", "dispatch mode")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in STATES if name != "none"],
+)
 def test_results_do_not_depend_on(state: str) -> None:
     under, after = run(state)
     allowed = DIFFERS.get(state, {})

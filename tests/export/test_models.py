@@ -307,7 +307,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes self.net._flat_weights")  # torch.export, also of float ones
-@pytest.mark.parametrize("net", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("net", [nn.LSTM, pytest.param(nn.GRU, marks=pytest.mark.exhaustive)])
 def test_recurrent_networks_and_transposed_convolutions(net: type[nn.Module], tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Recurrent(net).eval()

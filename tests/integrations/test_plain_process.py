@@ -157,7 +157,7 @@ def test_and_with_us_the_saved_weights_bit_for_bit(name: str, folders: Path) -> 
         assert_same_weights(model, expected)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.exhaustive)])
 def test_import_pennyweight_is_enough(when: str, folders: Path) -> None:
     said = run(folders, **{when: "pennyweight"})
     assert said.pop("ours")

@@ -69,7 +69,7 @@ def test_quantized_saved_and_loaded(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(w, theirs[n]) for n, w in mine.items())
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["quantized", "fused"])
+@pytest.mark.parametrize("fused", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["quantized", "fused"])
 def test_pool_of_processes(fused: bool, tmp_path: Path) -> None:
     """Its processes are started by "spawn", and get the model as an argument."""
     model = sentences(encoder_folder(tmp_path))

@@ -28,7 +28,9 @@ needs_triton = pytest.mark.skipif(
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", *(pytest.param(d, marks=pytest.mark.exhaustive) for d in ("float16", "float32"))]
+)
 def test_codes_are_those_of_the_cpu(dtype: str) -> None:
     found = interpret("quantized", dtype)
     assert found["wrong"] == {}
