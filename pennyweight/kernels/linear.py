@@ -69,6 +69,7 @@ def bind(w: QT, dtype: torch.dtype) -> Bound:
 def _bind_scaled(w: QT, dtype: torch.dtype) -> Bound:
     """As :func:`bind`, for a weight with a ``pre_scale``."""
     bare, pre = w.with_(pre_scale=None), w._pre_scale
+    assert pre is not None
     k, run, operand = bind(bare, dtype)
 
     def scaled(x: Tensor, w: Any, bias: Tensor | None) -> Tensor | None:
