@@ -53,24 +53,22 @@ def run_linear(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
 
 def bind(w: QT, dtype: torch.dtype) -> Bound:
     """Select the kernel for this weight and input dtype, and cache it on the weight."""
-    if w._pre_scale is not None:
-        bound = w._bound[dtype] = _bind_scaled(w, dtype)
-        return bound
-    case = case_of(w, dtype)
-    found = bind_kernel(select("linear", case), case, w.device, w)
-    if isinstance(found, BoundKernel):
-        bound: Bound = (w.shape[-1], found.run, found.operand(w.parts))
-    else:
-        bound = (w.shape[-1], found, None)
-    w._bound[dtype] = bound
+    bound = w._bound[dtype] = _bind(w, dtype) if w._pre_scale is None else _bind_scaled(w, dtype)
     return bound
 
 
+def _bind(w: QT, dtype: torch.dtype) -> Bound:
+    case = case_of(w, dtype)
+    found = bind_kernel(select("linear", case), case, w.device, w)
+    if isinstance(found, BoundKernel):
+        return (w.shape[-1], found.run, found.operand(w.parts))
+    return (w.shape[-1], found, None)
+
+
 def _bind_scaled(w: QT, dtype: torch.dtype) -> Bound:
-    """As :func:`bind`, for a weight with a ``pre_scale``."""
     bare, pre = w.with_(pre_scale=None), w._pre_scale
     assert pre is not None
-    k, run, operand = bind(bare, dtype)
+    k, run, operand = _bind(bare, dtype)
 
     def scaled(x: Tensor, w: Any, bias: Tensor | None) -> Tensor | None:
         if is_observed(x, bias) or x.device != pre.device or x.shape[-1:] != (k,):
