@@ -34,7 +34,7 @@ def gpu(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("dry") / "out"
-    done = gpu("--dry", "--budget", 200, "--out", out)
+    done = gpu("--dry", "--budget", 1500, "--out", out)  # stages end early; a busy machine is no failure
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith((out / "report.txt").read_text())
     return out
