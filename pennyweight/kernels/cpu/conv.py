@@ -30,9 +30,10 @@ from ..native import arguments
 from ..native import conv as native_conv
 from ..table import Case, Kernel, case_of, register_kernel
 from ..target import target_of
+from .abi import FLOAT, NONE, Conv
 from .int_linear import describe as describe_linear
 from .int_linear import map_groups, padded_columns, tile_rows, untile_rows
-from .library import FLOAT, KINDS, NONE, Conv, usable
+from .library import KINDS, usable
 from .pack_ops import STEP, TILE, pack_codes, unpack_codes
 
 MOST_COLUMNS = 1 << 15  # of one integer sum: 2**15 * 255 * 128 < 2**31

@@ -25,8 +25,9 @@ from ...core.tensor import AffineQuantizedTensor as QT
 from ..native import arguments
 from ..native import linear as native_linear
 from ..table import Bound, Case, Kernel, Together, case_of, register_kernel
-from .library import ASYMMETRIC, FLOAT, KINDS, NONE, STATIC, SYMMETRIC, IntLinear, usable
-from .library import E8M0 as E8M0_KIND
+from .abi import ASYMMETRIC, FLOAT, NONE, STATIC, SYMMETRIC, IntLinear
+from .abi import E8M0 as E8M0_KIND
+from .library import KINDS, usable
 from .pack_ops import STEP, TILE, pack_codes, pack_stream, unpack_codes
 
 INPUT_BLOCK = 128  # maximum columns of a float input that share a power of two

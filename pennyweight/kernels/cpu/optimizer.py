@@ -1,6 +1,6 @@
 """Native optimizer steps with quantized states: reads, updates and requantizes each block while it is in the cache.
 
-Mirrors src/abi.h; the arithmetic is in src/optimizer.h. States can use any table format or float8.
+The arithmetic is in src/optimizer.h. States can use any table format or float8.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 from functools import lru_cache
 from typing import Any
 
@@ -23,45 +22,18 @@ from ...core.tracing import in_memory, plain_tensors
 from ...support.errors import ArgumentError
 from ..native import arguments
 from ..native import convert as native_convert
+from .abi import STATE_FLOAT, STATE_TABLE, STATE_UFLOAT, CodeTable, OptimJob
 from .library import KINDS, usable
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_FLOAT, _TABLE, _UFLOAT = range(3)
-ADAM, LION, SGD = range(3)
-MAXIMIZE, NESTEROV, STOCHASTIC = 1, 2, 4
 # Mantissa bits, and the first code that has them; smaller codes have one bit less.
 UFLOATS = {UFLOAT8: (4, 128), UFLOAT4: (1, 0)}
 _CHUNK = 1024  # elements of a float state per chunk
 
 
-class CodeTable(ctypes.Structure):
-    """Numbers of a format and lookup of the nearest; see src/abi.h."""
+class Job(OptimJob):
+    """One step of one parameter; see src/abi.h."""
 
-    _fields_ = (
-        ("cells", c_void_p), ("values", c_void_p),
-        *((name, c_int32) for name in ("shift", "first", "last", "negative", "mirror")),
-    )  # fmt: skip
-
-
-class State(ctypes.Structure):
-    """One state of a parameter."""
-
-    _fields_ = (
-        ("codes", c_void_p), ("scale", c_void_p), ("table", c_void_p),
-        *((name, c_int32) for name in ("kind", "bits", "stochastic", "power")),
-        *((name, c_int32) for name in ("shift", "base", "top", "split", "low")), ("hi", c_float),
-    )  # fmt: skip
-
-
-class Job(ctypes.Structure):
-    """One step of one parameter."""
-
-    _fields_ = (
-        ("p", c_void_p), ("g", c_void_p),
-        *((name, c_int64) for name in ("count", "slab", "block", "inner", "row")),
-        *((name, c_int32) for name in ("p_kind", "g_kind", "rule", "flags", "states")),
-        ("key", c_uint32 * 2), ("turn", c_uint32), ("c", c_float * 8), ("state", State * 3),
-    )  # fmt: skip
     kept: list[Any]  # owners of the memory of tables
 
 
@@ -176,7 +148,7 @@ def job(
     for slot, state, (stochastic, power) in zip(j.state, states, kept, strict=False):
         if not isinstance(state, AffineQuantizedTensor):
             what = "optimizer step: float state"
-            slot.codes, slot.kind = arguments.address(state, what, (torch.float32,), p.numel(), exact=True), _FLOAT
+            slot.codes, slot.kind = arguments.address(state, what, (torch.float32,), p.numel(), exact=True), STATE_FLOAT
             continue
         f, scale, what = state.spec.format, state._scale, f"optimizer step: state {list(state.shape)} {state.spec}"
         if state.shape != p.shape or scale is None:
@@ -190,11 +162,11 @@ def job(
         slot.bits = f.bits
         slot.hi, slot.stochastic, slot.power = max(f.hi, -f.lo), int(stochastic), int(power)
         if f in UFLOATS:
-            slot.kind, slot.top = _UFLOAT, (1 << f.bits) - 1
+            slot.kind, slot.top = STATE_UFLOAT, (1 << f.bits) - 1
             slot.shift, slot.base, slot.split, slot.low = ufloat(f)
         else:
             j.kept.append(code_table(f))
-            slot.kind, slot.table = _TABLE, ctypes.addressof(j.kept[-1][0])
+            slot.kind, slot.table = STATE_TABLE, ctypes.addressof(j.kept[-1][0])
     return j
 
 
@@ -208,7 +180,7 @@ def set_step(j: Job, g: Tensor, flags: int, turn: int, c: Sequence[float]) -> No
 
 def run(jobs: Sequence[Any]) -> None:
     """Run all steps, with torch's number of threads."""
-    every = (Job * len(jobs))(*jobs)
+    every = (OptimJob * len(jobs))(*jobs)
     elements = sum(j.count for j in jobs)
     threads = max(1, min(torch.get_num_threads(), elements >> 15))
     native_convert.optimizer_steps(every, len(jobs), threads)

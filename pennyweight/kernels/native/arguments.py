@@ -18,7 +18,7 @@ from torch import Tensor
 from ...core.tracing import in_memory
 from ...support.errors import ArgumentError
 from ..cpu import library
-from ..cpu.library import BF16, E4M3, E8M0, F16, F32, I8, NONE, U8
+from ..cpu.abi import BF16, E4M3, E8M0, F16, F32, I8, INVALID, NONE, U8
 
 PLAIN = (Tensor, torch.nn.Parameter)
 FLOAT_KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
@@ -78,7 +78,7 @@ def optional_address(t: Tensor | None, what: str, kind: int, least: int) -> int 
 
 def check_status(status: int, what: str) -> None:
     """Raise the error for a status of the native library; 0 is success."""
-    if status == library.INVALID:
+    if status == INVALID:
         raise ArgumentError(
             f"{what}: the native library rejected inconsistent arguments; was a part of a quantized tensor resized, or "
             "its memory freed?"

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from ...core.tracing import in_memory
-from ..cpu.library import U8, Conv, ConvArgs
+from ..cpu.abi import U8, Conv, ConvArgs
 from .arguments import (
     FLOAT_KINDS,
     TILE,

@@ -30,12 +30,13 @@ from ..conv_chain import (
     structure,
 )
 from ..cpu import library
-from ..cpu.library import (
+from ..cpu.abi import (
     CHAIN_ADD,
     CHAIN_CONV,
     CHAIN_INPUT,
     CHAIN_MAX,
     CHAIN_MEAN,
+    F32,
     Chain,
     ChainInput,
     ChainStep,
@@ -185,11 +186,11 @@ class NativeChain:
         places, scratch = _places(steps, self.chain.outputs, self.formats, shapes, margins)
         tensors = (ChainTensor * (1 + max(shapes)))()
         for t in range(len(tensors)):  # those of no step
-            tensors[t] = ChainTensor(1, 1, 1, 0, 0, -1, 0, None, 0, 0, 0, library.F32, -1)
+            tensors[t] = ChainTensor(1, 1, 1, 0, 0, -1, 0, None, 0, 0, 0, F32, -1)
         for t, (c, h, w) in shapes.items():
             codes, m = self.formats[t].codes, margins.get(t, (0, 0))
             output = self.chain.outputs.index(t) if t in self.chain.outputs else -1
-            scale, rest = None, (0, 0, 0, library.F32)
+            scale, rest = None, (0, 0, 0, F32)
             if codes is not None:
                 scale, rest = self._scales[codes].data_ptr(), codes[1:]
             tensors[t] = ChainTensor(c, h, w, *m, *places[t], scale, *rest, output)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...core.call_site import in_layer
 from ...support.errors import ArgumentError
-from ..cpu import library
-from ..cpu.library import KINDS, U8
+from ..cpu.abi import GGUF_BLOCKS, GGUF_PIECE, GIVEN, TILES, U8
+from ..cpu.library import KINDS
 from .arguments import (
     DTYPES,
     FLOAT_KINDS,
@@ -28,7 +28,6 @@ from .arguments import (
     optional_address,
 )
 
-GIVEN = 0  # rule of a Rounding with given parameters; see src/abi.h
 _BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
 
@@ -96,7 +95,7 @@ def affine_parts(a: Any, *, by_row: bool = False) -> tuple[Part, ...]:
 
     by_row: scales, zero points and offsets are stored row by row even if codes are in tiles (GIVEN in src/qparams.h).
     """
-    tiles = a.store == library.TILES
+    tiles = a.store == TILES
     codes = (count_tiles(a.n) if tiles else a.n) * a.stride
     if tiles and a.row_block == 1 and not by_row:
         count = (((a.n - 1) // TILE + 1) * a.groups - 1) * TILE + (a.n - 1) % TILE + 1
@@ -179,13 +178,6 @@ def finite(x: Tensor, threads: int) -> bool:
 
 
 # -- blocks of GGUF files ----------------------------------------------------------------------------------------------
-
-GGUF_PIECE = 4096  # elements with sums of their own, as in src/abi.h
-# number of a type -> (elements, bytes) of a block, as in src/abi.h
-GGUF_BLOCKS = {
-    2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 10: (256, 84), 11: (256, 110), 12: (256, 144),
-    13: (256, 176), 14: (256, 210), 20: (32, 18), 23: (256, 136),
-}  # fmt: skip
 
 
 def gguf_quantize(type_: int, x: Tensor, importance: Tensor | None, out: Tensor, sums: Tensor, threads: int) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ...core.tracing import in_memory, is_observed
-from ..cpu.library import F32, I8, NONE, U8, FloatLinear, IntLinear, LinearArgs
+from ..cpu.abi import F32, I8, NONE, U8, FloatLinear, IntLinear, LinearArgs
 from .arguments import (
     CPU,
     FLOAT_KINDS,

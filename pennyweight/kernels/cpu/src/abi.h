@@ -1,8 +1,14 @@
-// Interface between Python and the kernels: the structures that exported functions read. Mirrored by ../library.py,
-// ../matrix_view.py, ../convert.py, ../optimizer.py and ../attention.py; plain C types only.
+// Interface between Python and the kernels: constants, the structures that exported functions read, and the exported
+// functions. ../abi.py is made from this file (python -m tests.kernels.cpu.native.abi); plain C types only.
 #pragma once
 
 #include <cstdint>
+
+#if defined(_WIN32)
+#define PW_EXPORT __attribute__((dllexport))
+#else
+#define PW_EXPORT __attribute__((visibility("default")))
+#endif
 
 constexpr int ABI = 7;  // incremented with each change of a structure or of an exported function's arguments
 
@@ -220,7 +226,7 @@ struct Rounding {
     float part, rest;          // (mid - lo) / (hi - lo), and 1 minus that
 };
 
-// -- norms ------------------------------------------------------------------------------------------------------------
+// -- blocks of GGUF files ---------------------------------------------------------------------------------------------
 
 // Types of blocks of GGUF files, with ggml's numbers; see gguf_quantize.h.
 enum GgufType : int32_t {
@@ -228,27 +234,23 @@ enum GgufType : int32_t {
     GGUF_Q4_K = 12, GGUF_Q5_K = 13, GGUF_Q6_K = 14, GGUF_IQ4_NL = 20, GGUF_IQ4_XS = 23
 };
 constexpr int64_t GGUF_PIECE = 4096;  // elements with sums of squares of their own
-// Elements of a block, and its bytes; 0: not one of these types.
-constexpr int gguf_block(int type) {
-    return (type >= GGUF_Q2_K && type <= GGUF_Q6_K) || type == GGUF_IQ4_XS ? 256
-           : type == GGUF_Q4_0 || type == GGUF_Q4_1 || (type >= GGUF_Q5_0 && type <= GGUF_Q8_0) || type == GGUF_IQ4_NL ? 32 : 0;
+
+// Elements and bytes of a block.
+struct GgufBlock {
+    int32_t type, elements, bytes;
+};
+constexpr GgufBlock GGUF_BLOCKS[] = {
+    {GGUF_Q4_0, 32, 18}, {GGUF_Q4_1, 32, 20}, {GGUF_Q5_0, 32, 22}, {GGUF_Q5_1, 32, 24}, {GGUF_Q8_0, 32, 34},
+    {GGUF_Q2_K, 256, 84}, {GGUF_Q3_K, 256, 110}, {GGUF_Q4_K, 256, 144}, {GGUF_Q5_K, 256, 176}, {GGUF_Q6_K, 256, 210},
+    {GGUF_IQ4_NL, 32, 18}, {GGUF_IQ4_XS, 256, 136},
+};
+constexpr GgufBlock gguf_block(int type) {  // without elements if it is not one of these types
+    for (const GgufBlock& block : GGUF_BLOCKS)
+        if (block.type == type) return block;
+    return {};
 }
-constexpr int gguf_bytes(int type) {
-    switch (type) {
-        case GGUF_Q4_0: case GGUF_IQ4_NL: return 18;
-        case GGUF_Q4_1: return 20;
-        case GGUF_Q5_0: return 22;
-        case GGUF_Q5_1: return 24;
-        case GGUF_Q8_0: return 34;
-        case GGUF_Q2_K: return 84;
-        case GGUF_Q3_K: return 110;
-        case GGUF_Q4_K: return 144;
-        case GGUF_Q5_K: return 176;
-        case GGUF_Q6_K: return 210;
-        case GGUF_IQ4_XS: return 136;
-        default: return 0;
-    }
-}
+
+// -- norms ------------------------------------------------------------------------------------------------------------
 
 enum NormKind : int32_t { NO_NORM = 0, LAYER_NORM = 1, RMS_NORM = 2 };
 
@@ -432,3 +434,42 @@ struct OptimJob {
     float c[8];                // see the rules in optimizer.h
     OptimState state[3];
 };
+
+// -- exported functions, see dispatch.cpp -----------------------------------------------------------------------------
+
+extern "C" {
+PW_EXPORT int pw_abi();
+PW_EXPORT int pw_isa_count();
+PW_EXPORT const char* pw_isa_name(int i);
+PW_EXPORT int pw_isa_here(int i);
+PW_EXPORT int pw_isa_use(const char* name);
+PW_EXPORT int pw_int_linear(const IntLinear* w, const void* x, int64_t m, int64_t ldx, void* y, const void* bias,
+                            int bias_kind, const void* codes, const void* scale, const void* zero_point,
+                            const void* offset, const void* outer_scale, const void* outer_offset,
+                            const void* act_scale, int64_t act_zero_point, int threads);
+PW_EXPORT int pw_int_linears(const IntLinear* weights, const LinearArgs* args, int count);
+PW_EXPORT int pw_block(const Block* block);
+PW_EXPORT int pw_float_linear(const FloatLinear* w, const void* x, int64_t m, int64_t ldx, void* y, const void* bias,
+                              int bias_kind, const void* codes, const void* scale, const void* outer_scale,
+                              const void* outer_offset, const void* offset, const void* offset_scale, int threads);
+PW_EXPORT int pw_convolution(const Conv* w, const ConvArgs* a);
+PW_EXPORT int pw_conv_chain(const Chain* chain);
+PW_EXPORT int pw_pack_codes(const uint8_t* codes, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out,
+                            int threads);
+PW_EXPORT int pw_pack_stream(const uint8_t* stream, int64_t n, int64_t k, int64_t kp, int bits, int pad, uint8_t* out,
+                             int threads);
+PW_EXPORT int pw_unpack_codes(const uint8_t* packed, int64_t n, int64_t k, int64_t kp, int bits, int flip,
+                              uint8_t* codes, int threads);
+PW_EXPORT int64_t pw_probe(int what, const void* p, int64_t n, int threads);
+PW_EXPORT int pw_dequantize(const Affine* w, void* codes, void* scale, void* zero_point, void* offset,
+                            const int64_t* index, int64_t m, void* out, int threads);
+PW_EXPORT int pw_quantize(const Rounding* q, const void* x, int64_t ldx, void* codes, void* scale, void* zero_point,
+                          void* offset, double* sums, int threads);
+PW_EXPORT int pw_ranges(const Affine* w, const void* x, int64_t ldx, void* out, int threads);
+PW_EXPORT int pw_finite(const void* x, int kind, int64_t count, int threads);
+PW_EXPORT int pw_gguf_quantize(int type, const void* x, int kind, int64_t count, int64_t k, const float* importance,
+                               uint8_t* out, double* sums, int threads);
+PW_EXPORT int pw_attention(const AttentionArgs* args, int threads);
+PW_EXPORT int pw_rotary(const RotaryArgs* args, int threads);
+PW_EXPORT int pw_optim_steps(const OptimJob* jobs, int64_t count, int threads);
+}

@@ -310,13 +310,13 @@ inline bool finite(const char* function, const void* x, int kind, int64_t n, int
 inline bool gguf_quantize(const char* function, int type, const void* x, int kind, int64_t n, int64_t k, const float* importance,
                           const uint8_t* out, const double* sums, int count) {
     Arguments c(function);
-    const int block = gguf_block(type);
-    if (!c.must(block > 0, "a type of abi.h") || !c.must(is_float(kind), "x of a float kind") ||
-        !c.must(size(n) && within(k, 1, MOST) && n % k == 0 && k % block == 0, "whole rows of whole blocks") || !threads(c, count))
+    const GgufBlock block = gguf_block(type);
+    if (!c.must(block.elements > 0, "a type of abi.h") || !c.must(is_float(kind), "x of a float kind") ||
+        !c.must(size(n) && within(k, 1, MOST) && n % k == 0 && k % block.elements == 0, "whole rows of whole blocks") || !threads(c, count))
         return false;
     c.memory("x", x, n, bytes_of(kind));
     if (importance) c.memory("importance", importance, k, 4);
-    c.memory("out", out, n / block, gguf_bytes(type));
+    c.memory("out", out, n / block.elements, block.bytes);
     c.memory("sums", sums, 2 * over(n, GGUF_PIECE), 8);
     return c.fit();
 }

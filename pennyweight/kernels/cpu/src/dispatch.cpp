@@ -12,12 +12,6 @@
 #include <sys/mman.h>
 #endif
 
-#if defined(_WIN32)
-#define PW_EXPORT extern "C" __attribute__((dllexport))
-#else
-#define PW_EXPORT extern "C" __attribute__((visibility("default")))
-#endif
-
 namespace {
 
 using Part = void (*)(Table*);  // enters the functions of a part, see vtable.h

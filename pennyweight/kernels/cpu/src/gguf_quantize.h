@@ -251,7 +251,7 @@ struct GgufJob {
 // 16 sub-blocks from element `at` on, of which `lanes` are there. Returns false if a scale is beyond float16.
 template <int TYPE> bool search_group(const GgufJob& j, int64_t at, int lanes, double* sums) {
     constexpr Search P = search_of<TYPE>();
-    constexpr int N = P.size, BLOCK = gguf_block(TYPE), PER = BLOCK / N, BLOCKS = LANE / PER;
+    constexpr int N = P.size, BLOCK = gguf_block(TYPE).elements, PER = BLOCK / N, BLOCKS = LANE / PER;
     alignas(64) float room[LANE * N], weights[LANE * N];
     alignas(64) int32_t index[LANE];
     for (int l = 0; l < LANE; ++l) index[l] = l * N;
@@ -407,8 +407,8 @@ template <int TYPE> bool search_group(const GgufJob& j, int64_t at, int lanes, d
     alignas(64) float lost[LANE];
     fstore(lost, noise);
     for (int l = 0; l < lanes; ++l) sums[0] += part[l], sums[1] += lost[l];
-    uint8_t* out = j.out + at / BLOCK * gguf_bytes(TYPE);
-    for (int b = 0; b < lanes / PER; ++b, out += gguf_bytes(TYPE))
+    uint8_t* out = j.out + at / BLOCK * gguf_block(TYPE).bytes;
+    for (int b = 0; b < lanes / PER; ++b, out += gguf_block(TYPE).bytes)
         pack_block<TYPE>(codes + b * BLOCK, scale_codes + b * PER, offset_codes + b * PER, d[b * PER], P.affine ? m[b * PER] : 0, out);
     return fits;
 }
@@ -496,7 +496,7 @@ template <int TYPE> bool gguf_piece(const GgufJob& j, int64_t at, int64_t n, dou
                 const int64_t some = std::min<int64_t>(n - i, 32 * LANE);
                 read_any(j.kind, j.x, at + i, some, room);
                 for (int64_t b = 0; b < some; b += 32)
-                    fits &= formula_block<TYPE>(room + b, j.out + (at + i + b) / 32 * gguf_bytes(TYPE), sums);
+                    fits &= formula_block<TYPE>(room + b, j.out + (at + i + b) / 32 * gguf_block(TYPE).bytes, sums);
             }
             return fits;
         }

@@ -239,12 +239,12 @@ void quantize() {
 // Blocks of GGUF files: the same bytes under every instruction set, for any number of threads.
 void gguf() {
     const int type = one_of<int>({GGUF_Q4_0, GGUF_Q4_1, GGUF_Q5_0, GGUF_Q5_1, GGUF_Q8_0, GGUF_Q2_K, GGUF_Q3_K, GGUF_Q4_K, GGUF_Q5_K, GGUF_Q6_K, GGUF_IQ4_NL, GGUF_IQ4_XS});
-    const int kind = one_of<int>({F32, BF16, F16}), block = gguf_block(type);
+    const int kind = one_of<int>({F32, BF16, F16}), block = gguf_block(type).elements;
     const int64_t k = (1 + below(4)) * block, rows = below(chance(10) ? 40 : 6), count = rows * k;
     const bool weighted = chance(2);
     const Room x(numbers(kind, count)), importance(numbers(F32, weighted ? k : 0));
     const float* by = weighted ? (const float*)importance.data() : nullptr;
-    Room out((size_t)(count / block * gguf_bytes(type))), sums((size_t)((count + GGUF_PIECE - 1) / GGUF_PIECE * 16));
+    Room out((size_t)(count / block * gguf_block(type).bytes)), sums((size_t)((count + GGUF_PIECE - 1) / GGUF_PIECE * 16));
     const auto run = [&](int t, int x_kind, int64_t n, int64_t columns, int threads) {
         return (int64_t)pw_gguf_quantize(t, x.data(), x_kind, n, columns, by, (uint8_t*)out.data(), (double*)sums.data(), threads);
     };

@@ -7,7 +7,7 @@
 #include <initializer_list>
 #include <vector>
 
-#include "library.h"
+#include "../../../../pennyweight/kernels/cpu/src/abi.h"
 
 namespace {
 
