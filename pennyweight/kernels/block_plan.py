@@ -16,6 +16,7 @@ from .block import ACTIVATIONS, AttentionStep, Columns, LinearStep, Norm, NormSt
 from .cpu import int_linear
 from .cpu.abi import (
     F32,
+    MOST_CHANNELS,
     NONE,
     STEP_ATTENTION,
     STEP_LINEAR,
@@ -37,7 +38,6 @@ from .cpu.block import FUNCTIONS, NORMS, ROTATIONS, Span, place_buffers
 from .native.arguments import FLOAT_KINDS, Operand
 from .table import case_of
 
-MOST_CHANNELS = 1024  # of a head, as in src/check.h
 _PARTS = ("zero_point", "offset", "outer_scale", "outer_offset")  # of an Operand, in the order of ``more``
 
 

@@ -32,7 +32,6 @@ from .cpu import conv
 from .cpu.abi import NONE, STATIC, Conv
 from .table import case_of
 
-# In the order of Function in cpu/src/abi.h.
 FUNCTIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
     None: lambda x: x,
     **ACTIVATIONS,  # type: ignore[dict-item]

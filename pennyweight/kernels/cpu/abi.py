@@ -1,7 +1,7 @@
 """Constants, structures and exported functions of the native library, with the names of src/abi.h.
 
-Made from src/abi.h by `python -m tests.kernels.cpu.native.abi`; do not edit. Every pointer is a c_void_p: the caller
-keeps what it points to.
+Made from src/abi.h by `python -m tests.kernels.cpu.native.abi`; do not edit. Pointers are plain addresses: the caller
+keeps what they point to.
 """
 
 # fmt: off
@@ -15,7 +15,7 @@ def _f(kind: Any, names: str) -> Iterator[tuple[str, Any]]:
         yield name, kind
 
 
-ABI = 7
+ABI = 8
 DONE, NO_MEMORY, INVALID = range(3)  # Status
 NONE, F32, BF16, F16, E8M0, I8, U8, E4M3 = range(8)  # Kind
 FLOAT, SYMMETRIC, ASYMMETRIC, STATIC = range(4)  # Activation
@@ -34,11 +34,13 @@ GGUF_BLOCKS = {  # (elements, bytes) of a block
     GGUF_IQ4_NL: (32, 18), GGUF_IQ4_XS: (256, 136),
 }
 NO_NORM, LAYER_NORM, RMS_NORM = range(3)  # NormKind
+MOST_CHANNELS = 1024
 UNROTATED, HALVES, INTERLEAVED = range(3)  # Rotation
 STEP_LINEAR, STEP_NORM, STEP_ROTARY, STEP_ATTENTION = range(4)  # StepKind
 STATE_FLOAT, STATE_TABLE, STATE_UFLOAT = range(3)  # StateKind
 RULE_ADAM, RULE_LION, RULE_SGD = range(3)  # OptimRule
 MAXIMIZE, NESTEROV, STOCHASTIC = 1, 2, 4  # OptimFlags
+INT_WEIGHT, FLOAT_WEIGHT, CONV_WEIGHT, MATRIX, MATRIX_BY_ROW, OPTIM_STATES = range(6)  # Described
 
 
 class IntLinear(Structure):
@@ -221,6 +223,10 @@ class OptimJob(Structure):
     )
 
 
+class Extent(Structure):
+    _fields_ = (*_f(c_char_p, "name"), *_f(c_int64, "count"), *_f(c_int32, "kind"),)
+
+
 _P, _N, _I = c_void_p, c_int64, c_int
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {  # name: (result, arguments)
     "pw_abi": (_I, ()),
@@ -246,4 +252,5 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {  # name: (result, argumen
     "pw_attention": (_I, (_P, _I)),
     "pw_rotary": (_I, (_P, _I)),
     "pw_optim_steps": (_I, (_P, _N, _I)),
+    "pw_extents": (_I, (_I, _P, _P, _I)),
 }

@@ -5,26 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .abi import (
-    GELU,
-    GELU_TANH,
-    HALVES,
-    IDENTITY,
-    INTERLEAVED,
-    LAYER_NORM,
-    NO_NORM,
-    QUICK_GELU,
-    RELU,
-    RMS_NORM,
-    SILU,
-    UNROTATED,
-)
+from . import abi
 
 FUNCTIONS = {
-    None: IDENTITY, "relu": RELU, "gelu": GELU, "gelu_tanh": GELU_TANH, "quick_gelu": QUICK_GELU, "silu": SILU,
+    None: abi.IDENTITY, "relu": abi.RELU, "gelu": abi.GELU, "gelu_tanh": abi.GELU_TANH, "quick_gelu": abi.QUICK_GELU,
+    "silu": abi.SILU, "relu6": abi.RELU6, "hardswish": abi.HARDSWISH,
 }  # fmt: skip
-ROTATIONS = {None: UNROTATED, "half": HALVES, "interleaved": INTERLEAVED}
-NORMS = {None: NO_NORM, "layer": LAYER_NORM, "rms": RMS_NORM}
+ROTATIONS = {None: abi.UNROTATED, "half": abi.HALVES, "interleaved": abi.INTERLEAVED}
+NORMS = {None: abi.NO_NORM, "layer": abi.LAYER_NORM, "rms": abi.RMS_NORM}
 
 
 class Span(NamedTuple):

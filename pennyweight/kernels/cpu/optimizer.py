@@ -6,7 +6,6 @@ The arithmetic is in src/optimizer.h. States can use any table format or float8.
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -14,15 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core import blocks
 from ...core.formats import E4M3, UFLOAT4, UFLOAT8, Format, decision_levels
-from ...core.packing import stream_shape
 from ...core.tensor import AffineQuantizedTensor
 from ...core.tracing import in_memory, plain_tensors
 from ...support.errors import ArgumentError
 from ..native import arguments
 from ..native import convert as native_convert
-from .abi import STATE_FLOAT, STATE_TABLE, STATE_UFLOAT, CodeTable, OptimJob
+from .abi import OPTIM_STATES, STATE_FLOAT, STATE_TABLE, STATE_UFLOAT, CodeTable, OptimJob
 from .library import KINDS, usable
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -147,18 +144,11 @@ def job(
     j.key[:], j.kept = key, []
     for slot, state, (stochastic, power) in zip(j.state, states, kept, strict=False):
         if not isinstance(state, AffineQuantizedTensor):
-            what = "optimizer step: float state"
-            slot.codes, slot.kind = arguments.address(state, what, (torch.float32,), p.numel(), exact=True), STATE_FLOAT
+            slot.kind = STATE_FLOAT
             continue
-        f, scale, what = state.spec.format, state._scale, f"optimizer step: state {list(state.shape)} {state.spec}"
-        if state.shape != p.shape or scale is None:
-            raise ArgumentError(f"{what} does not match a parameter {list(p.shape)}")
-        stored, dtype = state.spec.codes_shape(tuple(state.shape)), f.code_dtype
-        if state.spec.layout == "bits":
-            stored, dtype = stream_shape(stored, f.bits), torch.uint8
-        scales = math.prod(blocks.counts(state.spec.block, tuple(state.shape)))
-        slot.codes = arguments.address(state._codes, f"{what}: codes", (dtype,), math.prod(stored), exact=True)
-        slot.scale = arguments.address(scale, f"{what}: scale", (torch.float32,), scales, exact=True)
+        f = state.spec.format
+        if state.shape != p.shape or state._scale is None:
+            raise ArgumentError(f"{_what(state)} does not match a parameter {list(p.shape)}")
         slot.bits = f.bits
         slot.hi, slot.stochastic, slot.power = max(f.hi, -f.lo), int(stochastic), int(power)
         if f in UFLOATS:
@@ -167,7 +157,23 @@ def job(
         else:
             j.kept.append(code_table(f))
             slot.kind, slot.table = STATE_TABLE, ctypes.addressof(j.kept[-1][0])
+    parts = iter(arguments.extents(OPTIM_STATES, j))
+    for slot, state in zip(j.state, states, strict=False):
+        codes, scale, what = next(parts), next(parts), _what(state)
+        if not isinstance(state, AffineQuantizedTensor):
+            slot.codes = arguments.address(state, what, (torch.float32,), codes.least, exact=True)
+            continue
+        dtype = torch.uint8 if state.spec.layout == "bits" else state.spec.format.code_dtype
+        slot.codes = arguments.address(state._codes, f"{what}: codes", (dtype,), codes.least, exact=True)
+        assert state._scale is not None  # as above
+        slot.scale = arguments.address(state._scale, f"{what}: scale", (torch.float32,), scale.least, exact=True)
     return j
+
+
+def _what(state: Tensor) -> str:
+    if not isinstance(state, AffineQuantizedTensor):
+        return "optimizer step: float state"
+    return f"optimizer step: state {list(state.shape)} {state.spec}"
 
 
 def set_step(j: Job, g: Tensor, flags: int, turn: int, c: Sequence[float]) -> None:

@@ -10,19 +10,26 @@
 #define PW_EXPORT __attribute__((visibility("default")))
 #endif
 
-constexpr int ABI = 7;  // incremented with each change of a structure or of an exported function's arguments
+constexpr int ABI = 8;  // incremented with each change of a structure or of an exported function's arguments
 
 // Status codes of exported functions; for pw_dequantize 1 means an index out of range.
 enum Status : int32_t { DONE = 0, NO_MEMORY = 1, INVALID = 2 };  // INVALID: inconsistent arguments, see check.h
 
-enum Kind : int32_t {  // number kinds of parts and of inputs
-    NONE = 0, F32 = 1, BF16 = 2, F16 = 3, E8M0 = 4, I8 = 5, U8 = 6, E4M3 = 7
-};
+// Number kinds of parts and of inputs.
+enum Kind : int32_t { NONE = 0, F32 = 1, BF16 = 2, F16 = 3, E8M0 = 4, I8 = 5, U8 = 6, E4M3 = 7 };
 
 enum Activation : int32_t { FLOAT = 0, SYMMETRIC = 1, ASYMMETRIC = 2, STATIC = 3 };
 
-enum Function : int32_t {  // activation functions, see elementwise.h
-    IDENTITY = 0, RELU = 1, GELU = 2, GELU_TANH = 3, QUICK_GELU = 4, SILU = 5, RELU6 = 6, HARDSWISH = 7
+// Activation functions, see elementwise.h.
+enum Function : int32_t {
+    IDENTITY = 0,
+    RELU = 1,
+    GELU = 2,
+    GELU_TANH = 3,
+    QUICK_GELU = 4,
+    SILU = 5,
+    RELU6 = 6,
+    HARDSWISH = 7
 };
 
 // -- linear layers, integer codes -------------------------------------------------------------------------------------
@@ -263,6 +270,8 @@ struct RowNorm {
 
 // -- attention --------------------------------------------------------------------------------------------------------
 
+constexpr int MOST_CHANNELS = 1024;  // of a head; a row of it is on the stack in rotary.h
+
 enum Rotation : int32_t { UNROTATED = 0, HALVES = 1, INTERLEAVED = 2 };
 
 // Normalization and rotation of the heads of q and k, and the new tokens of a cache; see rotary.h. Strides are in elements.
@@ -435,6 +444,21 @@ struct OptimJob {
     OptimState state[3];
 };
 
+// -- extents ----------------------------------------------------------------------------------------------------------
+
+// What pw_extents describes: parts of a weight, of a matrix (Affine) whose scales are as its codes or row by row, and of
+// the states of an optimizer step.
+enum Described : int32_t {
+    INT_WEIGHT = 0, FLOAT_WEIGHT = 1, CONV_WEIGHT = 2, MATRIX = 3, MATRIX_BY_ROW = 4, OPTIM_STATES = 5
+};
+
+// A part that a function reads or writes: its least number of elements of a kind.
+struct Extent {
+    const char* name;
+    int64_t count;
+    int32_t kind;  // Kind; NONE: there is none
+};
+
 // -- exported functions, see dispatch.cpp -----------------------------------------------------------------------------
 
 extern "C" {
@@ -472,4 +496,5 @@ PW_EXPORT int pw_gguf_quantize(int type, const void* x, int kind, int64_t count,
 PW_EXPORT int pw_attention(const AttentionArgs* args, int threads);
 PW_EXPORT int pw_rotary(const RotaryArgs* args, int threads);
 PW_EXPORT int pw_optim_steps(const OptimJob* jobs, int64_t count, int threads);
+PW_EXPORT int pw_extents(int what, const void* structure, Extent* out, int room);
 }

@@ -3,7 +3,6 @@
 // memory that a function reads or writes is required.
 #pragma once
 
-#include "abi.h"
 #include "arguments.h"
 
 namespace check {
@@ -16,7 +15,6 @@ inline bool size(int64_t n) { return within(n, 0, MOST); }
 inline int64_t over(int64_t n, int64_t step) { return (n + step - 1) / step; }
 inline bool is_float(int kind) { return within(kind, F32, F16); }
 inline bool is_integer(int kind) { return kind == I8 || kind == U8; }
-inline int64_t bytes_of(int kind) { return kind == NONE ? 0 : kind == F32 ? 4 : kind == BF16 || kind == F16 ? 2 : 1; }
 // Elements from the first to the last of m rows of k with stride ldx. Rows may overlap, as after expand().
 inline int64_t span(int64_t m, int64_t k, int64_t ldx) {
     const int64_t before = m > 1 ? times({m - 1, ldx}) : 0;
@@ -63,17 +61,17 @@ inline bool int_weight(Arguments& c, const IntLinear& w) {
            c.must(w.group >= 0 || (!w.zero_point && w.scale != E8M0), "one scale in all: of a float kind, alone");
 }
 
-inline void int_memory(Arguments& c, const IntLinear& w, const LinearArgs& a, int64_t m) {
+inline void int_parts(Arguments& c, const IntLinear& w, const LinearArgs& a) {
     const int64_t tiles = over(w.n, 16), groups = w.group > 0 ? w.kp / w.group : 1, outers = w.outer ? over(groups, w.outer) : 0;
     const int64_t each = w.outer ? outers * w.outer : groups, parts = times({tiles, each, 16});
-    if (m) c.memory("y", a.y, times({m, w.n}), bytes_of(w.x));
+    const int outer = w.outer ? w.outer_kind : (int)NONE;
+    c.part("codes", a.codes, U8, times({tiles, w.kp / 32, 64 * w.bits}));
+    c.part("scale", a.scale, w.scale, w.group < 0 ? (tiles > 0) : parts);
+    c.part("zero_point", a.zero_point, w.zero_point, parts);
+    c.part("offset", a.offset, w.offset, parts);
+    c.part("scale of the scale", a.outer_scale, outer, times({tiles, outers, 16}));
+    c.part("scale of the offset", a.outer_offset, w.offset ? outer : (int)NONE, times({tiles, outers, 16}));
     if (a.bias) c.memory("bias", a.bias, w.n, bytes_of(a.bias_kind));
-    c.memory("codes", a.codes, times({tiles, w.kp / 32, 64 * w.bits}));
-    c.memory("scale", a.scale, w.group < 0 ? (tiles > 0) : parts, bytes_of(w.scale));
-    if (w.zero_point) c.memory("zero_point", a.zero_point, parts, bytes_of(w.zero_point));
-    if (w.offset) c.memory("offset", a.offset, parts, bytes_of(w.offset));
-    if (w.outer) c.memory("outer_scale", a.outer_scale, times({tiles, outers, 16}), bytes_of(w.outer_kind));
-    if (w.outer && w.offset) c.memory("outer_offset", a.outer_offset, times({tiles, outers, 16}), bytes_of(w.outer_kind));
 }
 
 inline bool int_linears(const char* function, const IntLinear* weights, const LinearArgs* args, int count) {
@@ -91,7 +89,8 @@ inline bool int_linears(const char* function, const IntLinear* weights, const Li
         if (!c.must(same_but_rows(*weights, weights[i]), "weights that differ in n only") || !c.must(size(weights[i].n), "n from 0 to 2**40") ||
             !bias_kind(c, args[i].bias, args[i].bias_kind))
             return false;
-        int_memory(c, weights[i], args[i], a.m);
+        int_parts(c, weights[i], args[i]);
+        c.memory("y", args[i].y, times({a.m, weights[i].n}), bytes_of(weights[i].x));
     }
     return c.fit();
 }
@@ -124,6 +123,18 @@ inline bool float_weight(Arguments& c, const FloatLinear& w) {
            c.must(w.outer <= 0 || w.outer_groups >= over(groups, w.outer), "outer_groups for every scale");
 }
 
+inline void float_parts(Arguments& c, const FloatLinear& w, const FloatArgs& a) {
+    const int64_t tiles = over(w.n, 16), each = times({tiles, w.scale_groups, 16});
+    const int64_t parts = w.group < 0 ? (tiles > 0) : w.row_block ? times({over(w.n, w.row_block), w.scale_groups}) : each;
+    const int64_t outers = w.outer < 0 ? (tiles > 0) : w.outer ? times({tiles, w.outer_groups, 16}) : 0;
+    c.part("codes", a.codes, U8, times({tiles, w.kp / 32, 64 * w.bits}));
+    c.part("scale", a.scale, w.scale, parts);
+    c.part("scale of the scale", a.outer_scale, w.outer ? w.outer_kind : (int)NONE, outers);
+    c.part("offset of the scale", a.outer_offset, a.outer_offset ? (int)F32 : (int)NONE, outers);
+    c.part("offset", a.offset, w.offset, parts);
+    c.part("scale of the offset", a.offset_scale, is_integer(w.offset) ? w.outer_kind : (int)NONE, outers);
+}
+
 inline bool float_linear(const char* function, const FloatLinear* weight, const FloatArgs& a) {
     Arguments c(function);
     c.memory("weight", weight, 1, sizeof *weight);
@@ -132,21 +143,13 @@ inline bool float_linear(const char* function, const FloatLinear* weight, const 
     if (!float_weight(c, w) || !rows(c, a.m, a.ldx) || !threads(c, a.threads) || !bias_kind(c, a.bias, a.bias_kind) ||
         !c.must(!a.outer_offset || w.outer, "an outer offset beside an outer scale only"))
         return false;
-    const int64_t tiles = over(w.n, 16), each = times({tiles, w.scale_groups, 16});
-    const int64_t parts = w.group < 0 ? (tiles > 0) : w.row_block ? times({over(w.n, w.row_block), w.scale_groups}) : each;
-    const int64_t outers = w.outer < 0 ? (tiles > 0) : w.outer ? times({tiles, w.outer_groups, 16}) : 0;
     input(c, a.x, a.m, w.k, a.ldx, w.x);
     c.memory("y", a.y, times({a.m, w.n}), bytes_of(w.x));
     if (a.bias) c.memory("bias", a.bias, w.n, bytes_of(a.bias_kind));
     c.memory("values", w.values, 256, 4);
     c.memory("low", w.low, 256);
     c.memory("high", w.high, 256);
-    c.memory("codes", a.codes, times({tiles, w.kp / 32, 64 * w.bits}));
-    if (w.scale) c.memory("scale", a.scale, parts, bytes_of(w.scale));
-    if (w.offset) c.memory("offset", a.offset, parts, bytes_of(w.offset));
-    if (w.outer) c.memory("outer_scale", a.outer_scale, outers, bytes_of(w.outer_kind));
-    if (a.outer_offset) c.memory("outer_offset", a.outer_offset, outers, 4);
-    if (is_integer(w.offset)) c.memory("offset_scale", a.offset_scale, outers, bytes_of(w.outer_kind));
+    float_parts(c, w, a);
     return c.fit();
 }
 
@@ -158,6 +161,30 @@ inline int64_t conv_size(int64_t n, int64_t kernel, int64_t stride, int64_t pad,
     return rest < 0 ? 0 : rest / stride + 1;
 }
 
+inline int64_t conv_columns(const Conv& w) { return times({w.c / w.channels, w.kh, w.kw, over(w.channels, 4) * 4}); }
+
+inline bool conv_weight(Arguments& c, const Conv& w) {
+    constexpr int64_t SIDE = (int64_t)1 << 31, COLUMNS = 1 << 15;  // sums of COLUMNS products of bytes fit int32
+    return c.must(within(w.o, 0, SIDE) && within(w.c, 1, SIDE) && within(w.kh, 1, COLUMNS) && within(w.kw, 1, COLUMNS), "o, c and a kernel of sizes below 2**31") &&
+           c.must(within(w.channels, 1, COLUMNS) && w.c % w.channels == 0 && (w.channels == w.c || w.channels % 4 == 0), "channels that divide c, all or a multiple of 4") &&
+           c.must(times({w.kh, w.kw, over(w.channels, 4) * 4}) <= COLUMNS, "at most 2**15 columns in a sum") &&
+           c.must(within(w.bits, 1, 8) && within(w.center, 0, 255), "1 to 8 bits, center from 0 to 255") &&
+           c.must(is_float(w.scale), "scales of a float kind") && c.must(w.zero_point == NONE || is_integer(w.zero_point), "zero points I8 or U8") &&
+           c.must(within(w.one_scale, 0, 1) && (!w.one_scale || (w.channels == w.c && !w.zero_point)), "one scale alone, or scales of rows") &&
+           c.must(is_float(w.x) && is_float(w.act_scale), "x and scales of activations of a float kind") &&
+           c.must(within(w.act, FLOAT, STATIC), "act FLOAT to STATIC") &&
+           c.must(w.act != FLOAT || (w.x == F32 && w.c > 1), "act FLOAT for float32 and several input channels") &&
+           c.must(w.act == FLOAT || (within(w.act_lo, -128, 127) && within(w.act_hi, w.act_lo, 127)), "act_lo to act_hi within int8") &&
+           c.must(w.c == 1 || w.kp == over(conv_columns(w), 32) * 32, "kp of all columns in blocks of 32");
+}
+
+inline void conv_parts(Arguments& c, const Conv& w, const void* codes, const void* scale, const void* zero_point) {
+    const int64_t tiles = over(w.o, 16), each = times({tiles, w.c / w.channels, 16});
+    c.part("codes", codes, U8, w.c == 1 ? times({w.kh, w.kw, tiles, 16}) : times({tiles, w.kp / 32, 64 * w.bits}));
+    c.part("scale", scale, w.scale, w.one_scale ? (tiles > 0) : each);
+    c.part("zero_point", zero_point, w.zero_point, each);
+}
+
 inline bool convolution(const char* function, const Conv* conv, const ConvArgs* args) {
     Arguments c(function);
     c.memory("conv", conv, 1, sizeof *conv);
@@ -165,26 +192,14 @@ inline bool convolution(const char* function, const Conv* conv, const ConvArgs* 
     if (!c.fit()) return false;
     const Conv& w = *conv;
     const ConvArgs& a = *args;
-    constexpr int64_t SIDE = (int64_t)1 << 31, COLUMNS = 1 << 15;  // sums of COLUMNS products of bytes fit int32
-    if (!c.must(within(w.o, 0, SIDE) && within(w.c, 1, SIDE) && within(w.kh, 1, COLUMNS) && within(w.kw, 1, COLUMNS), "o, c and a kernel of sizes below 2**31") ||
-        !c.must(within(w.channels, 1, COLUMNS) && w.c % w.channels == 0 && (w.channels == w.c || w.channels % 4 == 0), "channels that divide c, all or a multiple of 4") ||
-        !c.must(times({w.kh, w.kw, over(w.channels, 4) * 4}) <= COLUMNS, "at most 2**15 columns in a sum") ||
-        !c.must(within(w.bits, 1, 8) && within(w.center, 0, 255), "1 to 8 bits, center from 0 to 255") ||
-        !c.must(is_float(w.scale), "scales of a float kind") || !c.must(w.zero_point == NONE || is_integer(w.zero_point), "zero points I8 or U8") ||
-        !c.must(within(w.one_scale, 0, 1) && (!w.one_scale || (w.channels == w.c && !w.zero_point)), "one scale alone, or scales of rows") ||
-        !c.must(is_float(w.x) && is_float(w.act_scale), "x and scales of activations of a float kind") ||
-        !c.must(within(w.act, FLOAT, STATIC), "act FLOAT to STATIC") ||
-        !c.must(w.act != FLOAT || (w.x == F32 && w.c > 1), "act FLOAT for float32 and several input channels") ||
-        !c.must(w.act == FLOAT || (within(w.act_lo, -128, 127) && within(w.act_hi, w.act_lo, 127)), "act_lo to act_hi within int8") ||
+    constexpr int64_t SIDE = (int64_t)1 << 31;
+    if (!conv_weight(c, w) ||
         !c.must(within(a.n, 0, SIDE) && within(a.h, 0, SIDE) && within(a.w, 0, SIDE) && within(a.groups, 1, SIDE), "n, h, w and groups from 0 to 2**31") ||
         !c.must(w.o % a.groups == 0, "groups that divide o") ||
         !c.must(within(a.stride_h, 1, SIDE) && within(a.stride_w, 1, SIDE) && within(a.dilation_h, 1, SIDE) && within(a.dilation_w, 1, SIDE), "strides and dilations from 1 to 2**31") ||
         !c.must(within(a.pad_h, 0, SIDE) && within(a.pad_w, 0, SIDE), "padding from 0 to 2**31") ||
         !c.must(within(a.act_zero_point, -128, 127), "a zero point of int8") || !c.must(within(a.function, IDENTITY, HARDSWISH), "function IDENTITY to HARDSWISH") ||
-        !c.must(within(a.x_last, 0, 1) && within(a.y_last, 0, 1), "memory formats 0 or 1") || !bias_kind(c, a.bias, a.bias_kind) || !threads(c, a.threads))
-        return false;
-    const int64_t sets = w.c / w.channels, tiles = over(w.o, 16), columns = times({sets, w.kh, w.kw, over(w.channels, 4) * 4});
-    if (!c.must(w.c == 1 || w.kp == over(columns, 32) * 32, "kp of all columns in blocks of 32") ||
+        !c.must(within(a.x_last, 0, 1) && within(a.y_last, 0, 1), "memory formats 0 or 1") || !bias_kind(c, a.bias, a.bias_kind) || !threads(c, a.threads) ||
         !c.must(a.oh >= 1 && a.oh == conv_size(a.h, w.kh, a.stride_h, a.pad_h, a.dilation_h), "oh of a convolution") ||
         !c.must(a.ow >= 1 && a.ow == conv_size(a.w, w.kw, a.stride_w, a.pad_w, a.dilation_w), "ow of a convolution") ||
         !c.must(times({a.h + 2 * a.pad_h, a.w + 2 * a.pad_w, a.groups, w.c + 3, 4}) <= MOST, "a padded sample below 2**40 bytes") ||
@@ -193,9 +208,7 @@ inline bool convolution(const char* function, const Conv* conv, const ConvArgs* 
     c.memory("x", a.x, times({a.n, a.groups, w.c, a.h, a.w}), bytes_of(w.x));
     c.memory("y", a.y, times({a.n, w.o, a.oh, a.ow}), bytes_of(w.x));
     if (a.bias) c.memory("bias", a.bias, w.o, bytes_of(a.bias_kind));
-    c.memory("codes", a.codes, w.c == 1 ? times({w.kh, w.kw, tiles, 16}) : times({tiles, w.kp / 32, 64 * w.bits}));
-    c.memory("scale", a.scale, w.one_scale ? (tiles > 0) : times({tiles, sets, 16}), bytes_of(w.scale));
-    if (w.zero_point) c.memory("zero_point", a.zero_point, times({tiles, sets, 16}));
+    conv_parts(c, w, a.codes, a.scale, a.zero_point);
     if (w.act == STATIC) c.memory("act_scale", a.act_scale, 1, 4);
     return c.fit();
 }
@@ -241,17 +254,17 @@ inline bool matrix(Arguments& c, const Affine& a) {
 
 inline void codes(Arguments& c, const Affine& a, const void* p) {
     const int64_t rows = a.store == TILES ? over(a.n, 16) : a.n;
-    c.memory("codes", p, a.store == PLAIN ? span(rows, a.width, a.stride) : times({rows, a.stride}));
+    c.part("codes", p, U8, a.store == PLAIN ? span(rows, a.width, a.stride) : times({rows, a.stride}));
 }
 
 // Scales, zero points and offsets; `tiled`: interleaved for 16 rows.
 inline void parts(Arguments& c, const Affine& a, const Parts& p, bool tiled) {
     const int64_t rows = over(a.n, a.row_block);
     const int64_t count = a.n == 0 ? 0 : tiled ? times({over(a.n, 16), a.groups, 16}) - (15 - (a.n - 1) % 16) : times({rows, a.groups});
-    if (a.scale) c.memory("scale", p.scale, count, bytes_of(a.scale));
-    if (a.zero_bits) c.memory("zero_point", p.zero_point, times({rows, over(a.groups * a.zero_bits, 8)}));
-    else if (a.zero_point) c.memory("zero_point", p.zero_point, count);
-    if (a.offset) c.memory("offset", p.offset, count, bytes_of(a.offset));
+    c.part("scale", p.scale, a.scale, count);
+    if (a.zero_bits) c.part("zero_point", p.zero_point, U8, times({rows, over(a.groups * a.zero_bits, 8)}));
+    else c.part("zero_point", p.zero_point, a.zero_point, count);
+    c.part("offset", p.offset, a.offset, count);
 }
 
 inline bool dequantize(const char* function, const Affine* w, const Parts& p, const int64_t* index, int64_t m, const void* out, int count) {
@@ -322,8 +335,6 @@ inline bool gguf_quantize(const char* function, int type, const void* x, int kin
 }
 
 // -- attention --------------------------------------------------------------------------------------------------------
-
-constexpr int MOST_CHANNELS = 1024;  // of a head; a row of it is on the stack in rotary.h
 
 // Elements from the first to the last of a strided tensor.
 inline int64_t reach(std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides) {
@@ -434,25 +445,43 @@ inline bool rotary(const char* function, const RotaryArgs* args, int count) {
 
 // -- optimizers -------------------------------------------------------------------------------------------------------
 
-inline bool state(Arguments& c, const OptimJob& j, const OptimState& s, int64_t blocks) {
-    if (!c.must(within(s.kind, STATE_FLOAT, STATE_UFLOAT), "state FLOAT to UFLOAT")) return false;
-    if (s.kind == STATE_FLOAT) return c.memory("state", s.codes, j.count, 4), c.fit();
-    if (!c.must(s.bits == 8 || s.bits == 4, "state of 8 or 4 bits")) return false;
-    c.memory("state", s.codes, times({blocks, j.block / j.row, s.bits == 8 ? j.row : (j.row + 1) / 2}));
-    c.memory("scale", s.scale, blocks, 4);
-    if (s.kind == STATE_UFLOAT)
-        return c.must(within(s.shift, 16, 30) && within(s.top, 0, (1 << s.bits) - 1) && within(s.split, 0, s.top + 1) && s.base >= 0 && s.low >= 0 &&
-                          ((int64_t)s.top + s.base) << s.shift <= INT32_MAX,
-                      "codes that are the upper bits of a float32") &&
-               c.fit();
-    c.memory("table", s.table, 1, sizeof(CodeTable));
-    if (!c.fit()) return false;
-    const CodeTable& t = *s.table;
-    if (!c.must(within(t.shift, 1, 30) && t.first >= 0 && within(t.last, 0, 1 << 24) && (t.negative == 0 || t.negative == t.last + 1) &&
-                    (t.mirror == 0 || (s.bits == 8 && t.negative == 0)), "a table of cells"))
+// Rules of a job's blocks, and the parts of its states.
+inline bool states(Arguments& c, const OptimJob& j) {
+    if (!c.must(size(j.count) && within(j.slab, 1, MOST) && j.count % j.slab == 0, "whole slabs") ||
+        !c.must(within(j.block, 1, MOST) && within(j.row, 1, j.block) && j.block % j.row == 0, "blocks of whole rows") ||
+        !c.must(within(j.rule, RULE_ADAM, RULE_SGD), "rule ADAM to SGD") ||
+        !c.must(j.rule == RULE_ADAM ? within(j.states, 2, 3) : j.states == 1, "the states of the rule"))
         return false;
-    c.memory("cells", t.cells, (int64_t)t.last + 1 + t.negative, 4);
-    c.memory("values", t.values, 256, 4);
+    const int64_t blocks = j.count / j.slab * over(j.slab, j.block);
+    for (const OptimState* at = j.state; at < j.state + j.states; ++at) {
+        const OptimState& s = *at;
+        if (!c.must(within(s.kind, STATE_FLOAT, STATE_UFLOAT), "state FLOAT to UFLOAT")) return false;
+        if (s.kind == STATE_FLOAT) {
+            c.part("codes", s.codes, F32, j.count);
+            c.part("scale", s.scale, NONE, 0);
+            continue;
+        }
+        if (!c.must(s.bits == 8 || s.bits == 4, "state of 8 or 4 bits") ||
+            !c.must(within(j.inner, 1, j.block) && j.block % j.inner == 0 && j.slab % j.inner == 0, "blocks and slabs of whole entries"))
+            return false;
+        c.part("codes", s.codes, U8, times({blocks, j.block / j.row, s.bits == 8 ? j.row : (j.row + 1) / 2}));
+        c.part("scale", s.scale, F32, blocks);
+        if (s.kind == STATE_UFLOAT) {
+            if (!c.must(within(s.shift, 16, 30) && within(s.top, 0, (1 << s.bits) - 1) && within(s.split, 0, s.top + 1) && s.base >= 0 && s.low >= 0 &&
+                            ((int64_t)s.top + s.base) << s.shift <= INT32_MAX,
+                        "codes that are the upper bits of a float32"))
+                return false;
+            continue;
+        }
+        c.memory("table", s.table, 1, sizeof(CodeTable));
+        if (!c.fit() || !c.must(s.table, "a table")) return false;
+        const CodeTable& t = *s.table;
+        if (!c.must(within(t.shift, 1, 30) && t.first >= 0 && within(t.last, 0, 1 << 24) && (t.negative == 0 || t.negative == t.last + 1) &&
+                        (t.mirror == 0 || (s.bits == 8 && t.negative == 0)), "a table of cells"))
+            return false;
+        c.memory("cells", t.cells, (int64_t)t.last + 1 + t.negative, 4);
+        c.memory("values", t.values, 256, 4);
+    }
     return c.fit();
 }
 
@@ -463,21 +492,43 @@ inline bool optim_steps(const char* function, const OptimJob* jobs, int64_t n, i
     if (!c.fit()) return false;
     for (const OptimJob* at = jobs; at < jobs + n; ++at) {
         const OptimJob& j = *at;
-        if (!c.must(size(j.count) && within(j.slab, 1, MOST) && j.count % j.slab == 0, "whole slabs") ||
-            !c.must(within(j.block, 1, MOST) && within(j.row, 1, j.block) && j.block % j.row == 0, "blocks of whole rows") ||
-            !c.must(within(j.rule, RULE_ADAM, RULE_SGD), "rule ADAM to SGD") ||
-            !c.must(j.rule == RULE_ADAM ? within(j.states, 2, 3) : j.states == 1, "the states of the rule") ||
-            !c.must(is_float(j.p_kind) && is_float(j.g_kind), "parameter and gradient of a float kind"))
-            return false;
-        bool coded = false;
-        for (int k = 0; k < j.states; ++k) coded |= j.state[k].kind != STATE_FLOAT;
-        if (!c.must(!coded || (within(j.inner, 1, j.block) && j.block % j.inner == 0 && j.slab % j.inner == 0), "blocks and slabs of whole entries")) return false;
+        if (!c.must(is_float(j.p_kind) && is_float(j.g_kind), "parameter and gradient of a float kind") || !states(c, j)) return false;
         c.memory("p", j.p, j.count, bytes_of(j.p_kind));
         c.memory("g", j.g, j.count, bytes_of(j.g_kind));
-        const int64_t blocks = j.count / j.slab * over(j.slab, j.block);
-        for (int k = 0; k < j.states; ++k)
-            if (!state(c, j, j.state[k], blocks)) return false;
     }
+    return c.fit();
+}
+
+// -- extents ----------------------------------------------------------------------------------------------------------
+
+inline bool extents(const char* function, int what, const void* structure, Extent* out, int room, int* count) {
+    constexpr int64_t BYTES[] = {sizeof(IntLinear), sizeof(FloatLinear), sizeof(Conv), sizeof(Affine), sizeof(Affine), sizeof(OptimJob)};
+    Arguments c(function);
+    if (!c.must(within(what, INT_WEIGHT, OPTIM_STATES), "INT_WEIGHT to OPTIM_STATES") || !c.must(within(room, 0, 1 << 10), "room from 0 to 1024")) return false;
+    c.memory("structure", structure, BYTES[what]);
+    c.memory("out", out, room, sizeof *out);
+    if (!c.fit()) return false;
+    c.describe(out, room);
+    if (what == INT_WEIGHT) {
+        const IntLinear& w = *(const IntLinear*)structure;
+        if (int_weight(c, w)) int_parts(c, w, {});
+    } else if (what == FLOAT_WEIGHT) {
+        const FloatLinear& w = *(const FloatLinear*)structure;
+        FloatArgs a = {};
+        a.outer_offset = w.outer ? structure : nullptr;  // which a weight may have, below an outer scale
+        if (float_weight(c, w)) float_parts(c, w, a);
+    } else if (what == CONV_WEIGHT) {
+        const Conv& w = *(const Conv*)structure;
+        if (conv_weight(c, w)) conv_parts(c, w, nullptr, nullptr, nullptr);
+    } else if (what == OPTIM_STATES) {
+        states(c, *(const OptimJob*)structure);
+    } else {
+        const Affine& a = *(const Affine*)structure;
+        if (!matrix(c, a)) return false;
+        codes(c, a, nullptr);
+        parts(c, a, {}, what == MATRIX && a.store == TILES && a.row_block == 1);
+    }
+    *count = c.described();
     return c.fit();
 }
 

@@ -30,7 +30,7 @@ inline bool block_linear(Arguments& c, const Block& b, const BlockLinear& s) {
         const LinearArgs& a = s.args[i];
         if (!c.must(same_but_rows(w, v), "weights that differ in n only") || !c.must(size(v.n), "n from 0 to 2**40") || !bias_kind(c, a.bias, a.bias_kind))
             return false;
-        int_memory(c, v, a, 0);
+        int_parts(c, v, a);
         if (s.gated && i) continue;
         const int64_t width = s.gated && s.count == 1 ? v.n / 2 : v.n;
         if (!buffer(c, b, s.out[i], width) || (s.residual != -1 && !buffer(c, b, s.residual, width)) ||

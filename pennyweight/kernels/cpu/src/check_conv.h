@@ -44,11 +44,9 @@ inline bool chain_conv(Arguments& c, const ChainStep& s, const ChainTensor& x, c
         !c.must(s.pad_h <= x.margin_h && s.pad_w <= x.margin_w, "a margin for the padding") ||
         !c.must(within(s.function, IDENTITY, HARDSWISH), "function IDENTITY to HARDSWISH"))
         return false;
-    const int64_t tiles = over(w.o, 16);
     if (s.bias) c.memory("bias", s.bias, w.o, 4);
-    c.memory("codes", s.codes, depthwise ? times({s.kh, s.kw, tiles, 16}) : times({tiles, w.kp / 32, 512}));
-    c.memory("scale", s.scale, w.one_scale ? 1 : tiles * 16, bytes_of(w.scale));
-    c.memory("sums", s.sums, tiles * 16, 4);
+    conv_parts(c, w, s.codes, s.scale, nullptr);
+    c.memory("sums", s.sums, over(w.o, 16) * 16, 4);
     return c.fit();
 }
 

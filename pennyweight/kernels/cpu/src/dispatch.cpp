@@ -228,3 +228,9 @@ PW_EXPORT int pw_optim_steps(const OptimJob* jobs, int64_t count, int threads) {
     if (!check::optim_steps("pw_optim_steps", jobs, count, threads)) return INVALID;
     return table().optim_steps(jobs, count, threads);
 }
+// Enters the extents of a structure's parts (Described), as the functions above check them. Returns how many there are;
+// -1: a rule is broken.
+PW_EXPORT int pw_extents(int what, const void* structure, Extent* out, int room) {
+    int count = 0;
+    return check::extents("pw_extents", what, structure, out, room, &count) ? count : -1;
+}

@@ -17,8 +17,8 @@ TYPES = {
 }  # fmt: skip
 START = '''"""Constants, structures and exported functions of the native library, with the names of src/abi.h.
 
-Made from src/abi.h by `python -m tests.kernels.cpu.native.abi`; do not edit. Every pointer is a c_void_p: the caller
-keeps what it points to.
+Made from src/abi.h by `python -m tests.kernels.cpu.native.abi`; do not edit. Pointers are plain addresses: the caller
+keeps what they point to.
 """
 
 # fmt: off
@@ -96,7 +96,8 @@ def fields(text: str, structures: set[str]) -> list[tuple[str, str]]:
             match = re.fullmatch(r"(\*?)(\w+)(?:\[(\d)\])?", declared)
             if match is None or not (stars or match[1] or kind in TYPES or kind in structures):
                 raise ValueError(f"abi.h: not understood: {declaration}")
-            one = "c_void_p" if stars or match[1] else TYPES.get(kind, kind)
+            pointer = "c_char_p" if kind == "char" else "c_void_p"
+            one = pointer if stars or match[1] else TYPES.get(kind, kind)
             found.append((match[2], f"{one} * {match[3]}" if match[3] else one))
     return found
 

@@ -150,4 +150,15 @@ void refuse(const std::string& function, const std::vector<std::pair<const char*
     }
 }
 
+// The extents that the library tells of a structure: the bytes of its parts here.
+template <class T>
+void told(int what, const T& structure, const std::vector<const Room*>& parts) {
+    Extent extents[8];
+    if (mode != COMPARE) return;
+    bool good = pw_extents(what, &structure, extents, 8) == (int)parts.size();
+    for (size_t i = 0; good && i < parts.size(); ++i) good &= extents[i].count * size_of(extents[i].kind) == (int64_t)parts[i]->size();
+    ++compared;
+    if (!good && ++wrong <= 40) printf("pw_extents %d: not the bytes of %s (round %ld)\n", what, now.c_str(), (long)round_now);
+}
+
 }  // namespace

@@ -132,6 +132,7 @@ void dequantize() {
     {
         Room y((size_t)(a.n * a.k * size_of(a.x)));
         compare(name_of("pw_dequantize", a), {{y, a.x}}, [&](int threads) { return call(a, nullptr, a.n, y, threads); });
+        told(MATRIX, a, {&codes, &scale, &zero, &offset});
         const auto with = [&](auto change) {
             return [&, change] {
                 Affine v = a;

@@ -90,6 +90,7 @@ void convolution() {
         b.threads = threads;
         return pw_convolution(&c.w, &b);
     });
+    told(CONV_WEIGHT, c.w, {&codes, &scale, &zero});
     const auto with = [&](auto change) {
         return [&, change] {
             Conv v = c.w;

@@ -111,6 +111,7 @@ void int_linear() {
     const int64_t act_zero = w.act == STATIC && chance(2) ? below(20) - 10 : 0;
     compare(name_of("pw_int_linear", w, in, own.bias.kind), {{own.y, in.kind}},
             [&](int threads) { return call_one(w, own.args(in, act_scale, act_zero, threads)); });
+    told(INT_WEIGHT, w, {&own.codes, &own.scale, &own.zero, &own.offset, &own.outer_scale, &own.outer_offset});
     const auto with = [&](auto change) {
         return [&, change] {
             IntLinear v = w;
@@ -262,6 +263,9 @@ void float_linear() {
     // sums may be in another order, which shows where they leave their range or cancel
     compare(what, {{y, in.kind, in.kind == F32 ? 1e-5 : 0x1p-7}},
             [&](int threads) { return call(w, in.m, in.ldx, y.data(), codes.data(), threads); }, !wild);
+    // below an outer scale there may be an outer offset of as many numbers
+    const Room below_outer((size_t)(w.outer ? outers * 4 : 0));
+    told(FLOAT_WEIGHT, w, {&codes, &scale, &outer, &below_outer, &offset, &offset_scale});
     const auto with = [&](auto change) {
         return [&, change] {
             FloatLinear v = w;

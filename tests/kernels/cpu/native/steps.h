@@ -144,6 +144,22 @@ void optimizers() {
     });
 }
 
+// Those of a job; those of other structures are compared beside the calls that read them.
+void extents() {
+    OptimJob job = {};
+    job.count = job.slab = 1 + below(5000), job.block = job.row = 64, job.rule = RULE_LION, job.states = 1;
+    job.state[0].kind = STATE_FLOAT;
+    const Room structure(TableRoom::bytes(&job, sizeof job)), out(2 * sizeof(Extent));
+    const auto call = [&](int what, const void* from, const void* to, int room) { return (int64_t)pw_extents(what, from, (Extent*)to, room); };
+    compare("pw_extents", {{out}}, [&](int) { return call(OPTIM_STATES, structure.data(), out.data(), 2); });
+    refuse("pw_extents", {
+        {"what", [&] { return call(6, structure.data(), out.data(), 2); }}, {"no structure", [&] { return call(OPTIM_STATES, nullptr, out.data(), 2); }},
+        {"no room", [&] { return call(OPTIM_STATES, structure.data(), out.data(), 1); }}, {"room", [&] { return call(OPTIM_STATES, structure.data(), out.data(), -1); }},
+        {"no extents", [&] { return call(OPTIM_STATES, structure.data(), nullptr, 2); }},
+        {"a rule of the structure", [&] { job.states = 2; return call(OPTIM_STATES, &job, out.data(), 2); }},
+    }, -1);
+}
+
 // What the probe reads; its figures are those of the instruction set.
 void probe() {
     const int what = (int)below(4);
