@@ -47,7 +47,8 @@ class Counts {
         const char* path = std::getenv("PENNYWEIGHT_COUNTS");
         std::FILE* file = path ? std::fopen(path, "a") : nullptr;
         if (!file) return;
-        for (int i = 0; i < used; ++i) std::fprintf(file, "%s %s %lld\n", rows[i].isa, rows[i].function, (long long)rows[i].calls);
+        for (int i = 0; i < used; ++i)
+            std::fprintf(file, "%s %s %lld\n", rows[i].isa, rows[i].function, (long long)rows[i].calls);
         std::fclose(file);
     }
 };
@@ -110,11 +111,13 @@ class Arguments {
         if (p && bytes < TOO_MUCH) {
 #if PENNYWEIGHT_ASSERT
             if (size <= 8 && (uintptr_t)p % (uintptr_t)size) {
-                std::fprintf(stderr, "pennyweight: %s: %s: %p is not a multiple of %lld\n", function, name, p, (long long)size);
+                std::fprintf(stderr, "pennyweight: %s: %s: %p is not a multiple of %lld\n", function, name, p,
+                             (long long)size);
                 std::abort();
             }
 #if defined(__SANITIZE_ADDRESS__)
-            if (void* bad = __asan_region_is_poisoned((void*)p, (size_t)bytes)) found(name, p, bytes, (char*)bad - (const char*)p);
+            if (void* bad = __asan_region_is_poisoned((void*)p, (size_t)bytes))
+                found(name, p, bytes, (char*)bad - (const char*)p);
 #endif
 #endif
             return;
@@ -130,7 +133,8 @@ class Arguments {
 #if PENNYWEIGHT_ASSERT
   private:
     [[noreturn]] void found(const char* name, const void* p, int64_t bytes, int64_t have) {
-        std::fprintf(stderr, "pennyweight: %s: %s: expected %lld bytes at %p, found %lld\n", function, name, (long long)bytes, p, (long long)have);
+        std::fprintf(stderr, "pennyweight: %s: %s: expected %lld bytes at %p, found %lld\n", function, name,
+                     (long long)bytes, p, (long long)have);
         std::abort();
     }
 #endif

@@ -25,15 +25,15 @@ constexpr int PROBE_SUMS = 12;
 #endif
 
 // Operations of `n` rounds of `sum[i] = step(sum[i], a, b)` with `ops` operations per step; two per product.
-#define PROBE_LOOP(type, zero, one, ops, step)                      \
-    type sums[PROBE_SUMS], a = one, b = one;                        \
-    for (int i = 0; i < PROBE_SUMS; ++i) sums[i] = zero;            \
-    PROBE_OPAQUE(a);                                                \
-    PROBE_OPAQUE(b);                                                \
-    for (int64_t r = 0; r < n; ++r) {                               \
+#define PROBE_LOOP(type, zero, one, ops, step)                                        \
+    type sums[PROBE_SUMS], a = one, b = one;                                          \
+    for (int i = 0; i < PROBE_SUMS; ++i) sums[i] = zero;                              \
+    PROBE_OPAQUE(a);                                                                  \
+    PROBE_OPAQUE(b);                                                                  \
+    for (int64_t r = 0; r < n; ++r) {                                                 \
         _Pragma("GCC unroll 12") for (int i = 0; i < PROBE_SUMS; ++i) sums[i] = step; \
-    }                                                               \
-    for (int i = 0; i < PROBE_SUMS; ++i) PROBE_OPAQUE(sums[i]);     \
+    }                                                                                 \
+    for (int i = 0; i < PROBE_SUMS; ++i) PROBE_OPAQUE(sums[i]);                       \
     return (ops) * PROBE_SUMS * n
 
 inline int64_t probe_int8(int64_t n) {
@@ -41,14 +41,16 @@ inline int64_t probe_int8(int64_t n) {
     PROBE_LOOP(__m512i, _mm512_setzero_si512(), _mm512_set1_epi8(1), 128, _mm512_dpbusd_epi32(sums[i], a, b));
 #elif defined(__AVX512BW__)
     const __m512i ones = _mm512_set1_epi16(1);
-    PROBE_LOOP(__m512i, _mm512_setzero_si512(), _mm512_set1_epi8(1), 128,
-               _mm512_add_epi32(sums[i], _mm512_madd_epi16(_mm512_maddubs_epi16(a, _mm512_xor_si512(b, sums[i])), ones)));
+    PROBE_LOOP(
+        __m512i, _mm512_setzero_si512(), _mm512_set1_epi8(1), 128,
+        _mm512_add_epi32(sums[i], _mm512_madd_epi16(_mm512_maddubs_epi16(a, _mm512_xor_si512(b, sums[i])), ones)));
 #elif defined(__AVXVNNI__)
     PROBE_LOOP(__m256i, _mm256_setzero_si256(), _mm256_set1_epi8(1), 64, _mm256_dpbusd_avx_epi32(sums[i], a, b));
 #elif defined(__AVX2__)
     const __m256i ones = _mm256_set1_epi16(1);
-    PROBE_LOOP(__m256i, _mm256_setzero_si256(), _mm256_set1_epi8(1), 64,
-               _mm256_add_epi32(sums[i], _mm256_madd_epi16(_mm256_maddubs_epi16(a, _mm256_xor_si256(b, sums[i])), ones)));
+    PROBE_LOOP(
+        __m256i, _mm256_setzero_si256(), _mm256_set1_epi8(1), 64,
+        _mm256_add_epi32(sums[i], _mm256_madd_epi16(_mm256_maddubs_epi16(a, _mm256_xor_si256(b, sums[i])), ones)));
 #elif defined(__ARM_FEATURE_DOTPROD)
     PROBE_LOOP(int32x4_t, vdupq_n_s32(0), vdupq_n_s32(0x01010101), 32,
                vdotq_s32(sums[i], vreinterpretq_s8_s32(a), vreinterpretq_s8_s32(b)));

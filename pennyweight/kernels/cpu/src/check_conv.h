@@ -9,21 +9,26 @@ constexpr int64_t CHAIN_SIDE = (int64_t)1 << 31, CHAIN_SCRATCH = (int64_t)1 << 4
 
 // Whether the codes, or the numbers, of a tensor are within the scratch.
 inline bool chain_tensor(Arguments& c, const Chain& chain, const ChainTensor& t) {
-    if (!c.must(within(t.channels, 1, CHAIN_SIDE) && within(t.h, 1, CHAIN_SIDE) && within(t.w, 1, CHAIN_SIDE), "a tensor that is not empty") ||
+    if (!c.must(within(t.channels, 1, CHAIN_SIDE) && within(t.h, 1, CHAIN_SIDE) && within(t.w, 1, CHAIN_SIDE),
+                "a tensor that is not empty") ||
         !c.must(within(t.margin_h, 0, CHAIN_SIDE) && within(t.margin_w, 0, CHAIN_SIDE), "margins from 0 to 2**31") ||
         !c.must(within(t.output, -1, chain.output_count - 1), "the index of an output") ||
         !c.must(t.codes >= 0 || t.numbers >= 0 || t.output >= 0, "a tensor that is kept"))
         return false;
-    const int64_t codes = times({t.h + 2 * t.margin_h, t.w + 2 * t.margin_w, over(t.channels, 4) * 4}), numbers = times({t.h, t.w, t.channels, 4});
+    const int64_t codes = times({t.h + 2 * t.margin_h, t.w + 2 * t.margin_w, over(t.channels, 4) * 4}),
+                  numbers = times({t.h, t.w, t.channels, 4});
     if (!c.must(codes < MOST && numbers < MOST, "a tensor below 2**40 bytes")) return false;
     if (t.codes >= 0) {
         if (!c.must(t.codes % 64 == 0 && t.codes <= chain.scratch - codes, "codes within the scratch") ||
-            !c.must(within(t.zero_point, -128, 127) && within(t.lo, -128, 127) && within(t.hi, t.lo, 127), "int8 codes") ||
+            !c.must(within(t.zero_point, -128, 127) && within(t.lo, -128, 127) && within(t.hi, t.lo, 127),
+                    "int8 codes") ||
             !c.must(is_float(t.scale_kind), "scales of codes of a float kind"))
             return false;
         c.memory("scale", t.scale, 1, 4);
     }
-    if (t.numbers >= 0 && !c.must(t.numbers % 64 == 0 && t.numbers <= chain.scratch - numbers, "numbers within the scratch")) return false;
+    if (t.numbers >= 0 &&
+        !c.must(t.numbers % 64 == 0 && t.numbers <= chain.scratch - numbers, "numbers within the scratch"))
+        return false;
     if (t.output >= 0) c.memory("outputs", chain.outputs[t.output], times({chain.n, t.channels, t.h, t.w}), 4);
     return c.fit();
 }
@@ -33,13 +38,19 @@ inline bool chain_conv(Arguments& c, const ChainStep& s, const ChainTensor& x, c
     if (!c.fit()) return false;
     const Conv& w = *s.conv;
     const bool depthwise = w.c == 1;
-    if (!c.must(within(w.o, 1, CHAIN_SIDE) && within(w.c, 1, CHAIN_SIDE) && within(s.groups, 1, CHAIN_SIDE), "o, c and groups from 1 to 2**31") ||
+    if (!c.must(within(w.o, 1, CHAIN_SIDE) && within(w.c, 1, CHAIN_SIDE) && within(s.groups, 1, CHAIN_SIDE),
+                "o, c and groups from 1 to 2**31") ||
         !c.must(w.kh == s.kh && w.kw == s.kw, "the kernel of the convolution") ||
-        !c.must(w.channels == w.c && w.bits == 8 && w.center == 128 && w.zero_point == NONE && w.act == STATIC && w.x == F32, "8 bits, one set, static inputs") ||
+        !c.must(w.channels == w.c && w.bits == 8 && w.center == 128 && w.zero_point == NONE && w.act == STATIC &&
+                    w.x == F32,
+                "8 bits, one set, static inputs") ||
         !c.must(is_float(w.scale) && within(w.one_scale, 0, 1), "scales of a float kind") ||
         !c.must(times({s.kh, s.kw, over(w.c, 4) * 4}) <= (depthwise ? 512 : 1 << 15), "sums that fit") ||
-        !c.must(depthwise ? s.groups == w.o : w.o % s.groups == 0 && (s.groups == 1 || (w.c % 4 == 0 && w.o / s.groups % 16 == 0)), "groups in whole tiles, or of one channel") ||
-        !c.must(depthwise || w.kp == over(times({s.kh, s.kw, over(w.c, 4) * 4}), 32) * 32, "kp of all columns in blocks of 32") ||
+        !c.must(depthwise ? s.groups == w.o
+                          : w.o % s.groups == 0 && (s.groups == 1 || (w.c % 4 == 0 && w.o / s.groups % 16 == 0)),
+                "groups in whole tiles, or of one channel") ||
+        !c.must(depthwise || w.kp == over(times({s.kh, s.kw, over(w.c, 4) * 4}), 32) * 32,
+                "kp of all columns in blocks of 32") ||
         !c.must(x.codes >= 0 && x.channels == w.c * s.groups && y.channels == w.o, "channels of a convolution") ||
         !c.must(s.pad_h <= x.margin_h && s.pad_w <= x.margin_w, "a margin for the padding") ||
         !c.must(within(s.function, IDENTITY, HARDSWISH), "function IDENTITY to HARDSWISH"))
@@ -52,7 +63,8 @@ inline bool chain_conv(Arguments& c, const ChainStep& s, const ChainTensor& x, c
 
 inline bool chain_step(Arguments& c, const Chain& chain, const ChainStep& s) {
     const bool input = s.kind == CHAIN_INPUT;
-    if (!c.must(within(s.kind, CHAIN_INPUT, CHAIN_ADD), "a kind of step") || !c.must(within(s.x, 0, (input ? chain.input_count : chain.tensor_count) - 1), "the index of x") ||
+    if (!c.must(within(s.kind, CHAIN_INPUT, CHAIN_ADD), "a kind of step") ||
+        !c.must(within(s.x, 0, (input ? chain.input_count : chain.tensor_count) - 1), "the index of x") ||
         !c.must(within(s.y, 0, chain.tensor_count - 1), "the index of y") || !c.must(s.lo <= s.hi, "lo to hi") ||
         !c.must(within(s.residual, -1, chain.tensor_count - 1), "the index of a residual"))
         return false;
@@ -68,22 +80,34 @@ inline bool chain_step(Arguments& c, const Chain& chain, const ChainStep& s) {
     if (!c.must(s.x != s.y && s.residual != s.y, "results in a tensor of their own")) return false;
     if (s.residual >= 0) {
         const ChainTensor& r = chain.tensors[s.residual];
-        if (!c.must(has_numbers(r) && r.channels == y.channels && r.h == y.h && r.w == y.w, "a residual of the size of the result") ||
+        if (!c.must(has_numbers(r) && r.channels == y.channels && r.h == y.h && r.w == y.w,
+                    "a residual of the size of the result") ||
             !c.must(s.kind == CHAIN_CONV || s.kind == CHAIN_ADD, "a step with a residual"))
             return false;
     }
     if (s.kind == CHAIN_CONV || s.kind == CHAIN_MAX) {
-        if (!c.must(within(s.kh, 1, 1 << 15) && within(s.kw, 1, 1 << 15) && within(s.stride_h, 1, CHAIN_SIDE) && within(s.stride_w, 1, CHAIN_SIDE), "a kernel and strides from 1") ||
-            !c.must(within(s.pad_h, 0, CHAIN_SIDE) && within(s.pad_w, 0, CHAIN_SIDE) && within(s.dilation_h, 1, CHAIN_SIDE) && within(s.dilation_w, 1, CHAIN_SIDE), "padding from 0, dilations from 1") ||
-            !c.must(y.h == conv_size(x.h, s.kh, s.stride_h, s.pad_h, s.dilation_h) && y.w == conv_size(x.w, s.kw, s.stride_w, s.pad_w, s.dilation_w), "the size of the result"))
+        if (!c.must(within(s.kh, 1, 1 << 15) && within(s.kw, 1, 1 << 15) && within(s.stride_h, 1, CHAIN_SIDE) &&
+                        within(s.stride_w, 1, CHAIN_SIDE),
+                    "a kernel and strides from 1") ||
+            !c.must(within(s.pad_h, 0, CHAIN_SIDE) && within(s.pad_w, 0, CHAIN_SIDE) &&
+                        within(s.dilation_h, 1, CHAIN_SIDE) && within(s.dilation_w, 1, CHAIN_SIDE),
+                    "padding from 0, dilations from 1") ||
+            !c.must(y.h == conv_size(x.h, s.kh, s.stride_h, s.pad_h, s.dilation_h) &&
+                        y.w == conv_size(x.w, s.kw, s.stride_w, s.pad_w, s.dilation_w),
+                    "the size of the result"))
             return false;
     }
     if (s.kind == CHAIN_CONV) return chain_conv(c, s, x, y);
     if (!c.must(x.channels == y.channels, "the channels of x")) return false;
     if (s.kind == CHAIN_MAX)
-        return c.must(2 * s.pad_h <= s.kh && 2 * s.pad_w <= s.kw && s.dilation_h == 1 && s.dilation_w == 1, "windows that are not empty") &&
-               c.must(has_numbers(x) || (!has_numbers(y) && x.codes >= 0 && y.codes >= 0 && x.scale == y.scale && x.zero_point == y.zero_point), "numbers, or the same codes");
-    return c.must(has_numbers(x), "numbers of x") && (s.kind == CHAIN_MEAN ? c.must(y.h == 1 && y.w == 1, "a mean of each channel") : c.must(x.h == y.h && x.w == y.w, "a result of the size of x"));
+        return c.must(2 * s.pad_h <= s.kh && 2 * s.pad_w <= s.kw && s.dilation_h == 1 && s.dilation_w == 1,
+                      "windows that are not empty") &&
+               c.must(has_numbers(x) || (!has_numbers(y) && x.codes >= 0 && y.codes >= 0 && x.scale == y.scale &&
+                                         x.zero_point == y.zero_point),
+                      "numbers, or the same codes");
+    return c.must(has_numbers(x), "numbers of x") &&
+           (s.kind == CHAIN_MEAN ? c.must(y.h == 1 && y.w == 1, "a mean of each channel")
+                                 : c.must(x.h == y.h && x.w == y.w, "a result of the size of x"));
 }
 
 inline bool conv_chain(const char* function, const Chain* chain) {
@@ -92,8 +116,11 @@ inline bool conv_chain(const char* function, const Chain* chain) {
     if (!c.fit()) return false;
     const Chain& a = *chain;
     constexpr int MANY = 1 << 20;
-    if (!c.must(within(a.step_count, 0, MANY) && within(a.tensor_count, 0, MANY) && within(a.input_count, 0, MANY) && within(a.output_count, 0, MANY), "at most 2**20 steps and tensors") ||
-        !c.must(within(a.n, 0, CHAIN_SIDE) && within(a.scratch, 0, CHAIN_SCRATCH), "n and scratch from 0") || !threads(c, a.threads))
+    if (!c.must(within(a.step_count, 0, MANY) && within(a.tensor_count, 0, MANY) && within(a.input_count, 0, MANY) &&
+                    within(a.output_count, 0, MANY),
+                "at most 2**20 steps and tensors") ||
+        !c.must(within(a.n, 0, CHAIN_SIDE) && within(a.scratch, 0, CHAIN_SCRATCH), "n and scratch from 0") ||
+        !threads(c, a.threads))
         return false;
     c.memory("steps", a.steps, a.step_count, sizeof *a.steps);
     c.memory("tensors", a.tensors, a.tensor_count, sizeof *a.tensors);

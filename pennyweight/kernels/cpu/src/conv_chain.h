@@ -29,12 +29,12 @@ constexpr int CHAIN_PIXELS[] = {CONV_PIXELS};
 #endif
 constexpr int64_t CHAIN_BLOCK = 56;  // most pixels of a unit of work
 
-constexpr int64_t CHAIN_ROW = 64;    // sums of a pixel: four tiles
+constexpr int64_t CHAIN_ROW = 64;  // sums of a pixel: four tiles
 
 // As conv_micro, with sums [pixel][CHAIN_ROW] that begin with `start` [tile][16].
 template <int TILES, int T>
-void chain_micro(const uint8_t* w, int64_t tile_bytes, const Piece* pieces, int64_t count, const uint8_t* const* px, const int32_t* start,
-                 int32_t* sums, bool fresh) {
+void chain_micro(const uint8_t* w, int64_t tile_bytes, const Piece* pieces, int64_t count, const uint8_t* const* px,
+                 const int32_t* start, int32_t* sums, bool fresh) {
     I acc[TILES][T];
     PW_UNROLL for (int j = 0; j < TILES; ++j) {
         PW_UNROLL for (int t = 0; t < T; ++t) acc[j][t] = iload(fresh ? start + 16 * j : sums + t * CHAIN_ROW + 16 * j);
@@ -57,7 +57,8 @@ void chain_micro(const uint8_t* w, int64_t tile_bytes, const Piece* pieces, int6
         PW_UNROLL for (int t = 0; t < T; ++t) istore(sums + t * CHAIN_ROW + 16 * j, acc[j][t]);
     }
 }
-using ChainMicro = void (*)(const uint8_t*, int64_t, const Piece*, int64_t, const uint8_t* const*, const int32_t*, int32_t*, bool);
+using ChainMicro = void (*)(const uint8_t*, int64_t, const Piece*, int64_t, const uint8_t* const*, const int32_t*,
+                            int32_t*, bool);
 template <int TILES, int T = 1> ChainMicro pick_chain_pixels(int64_t pixels) {
     if constexpr (T > CHAIN_PIXELS[TILES - 1]) return nullptr;
     else return pixels == T ? &chain_micro<TILES, T> : pick_chain_pixels<TILES, T + 1>(pixels);
@@ -69,7 +70,8 @@ template <int TILES = 1> ChainMicro pick_chain(int64_t tiles, int64_t pixels) {
 
 // Sums of 16 channels that have one input channel each, for T pixels. w: [taps][..] numbers, `step` apart.
 template <int T>
-void depthwise_taps(const float* w, int64_t step, const int64_t* taps, int64_t count, const uint8_t* const* px, int64_t channel, const int32_t* start, int32_t* sums) {
+void depthwise_taps(const float* w, int64_t step, const int64_t* taps, int64_t count, const uint8_t* const* px,
+                    int64_t channel, const int32_t* start, int32_t* sums) {
     F acc[T];
     PW_UNROLL for (int t = 0; t < T; ++t) acc[t] = fset(0);
     for (int64_t i = 0; i < count; ++i) {
@@ -85,11 +87,13 @@ struct ChainRoom {
     uint8_t* codes[CHAIN_BLOCK];
     alignas(64) int32_t start[CHAIN_TILES * 16 + 64];
     alignas(64) int32_t sums[CHAIN_BLOCK * CHAIN_ROW];  // or float32
-    bool odd;  // whether inputs are not finite
+    bool odd;                                           // whether inputs are not finite
 };
 
 inline int64_t pixel_bytes(const ChainTensor& t) { return fours(t.channels); }
-inline bool same_codes(const ChainTensor& a, const ChainTensor& b) { return a.codes >= 0 && b.codes >= 0 && a.scale == b.scale && a.zero_point == b.zero_point; }
+inline bool same_codes(const ChainTensor& a, const ChainTensor& b) {
+    return a.codes >= 0 && b.codes >= 0 && a.scale == b.scale && a.zero_point == b.zero_point;
+}
 inline int64_t row_bytes(const ChainTensor& t) { return (t.w + 2 * t.margin_w) * pixel_bytes(t); }
 
 // Codes of a tensor from numbers; the arithmetic of Quantizer, with a clip before it.
@@ -108,13 +112,16 @@ struct Encoder {
         alignas(64) float f[16];
         fstore(f, q.factor);
         factor = f[0];
-        const float low = least * factor, high = most * factor;  // rounding and clips are monotonic, so they may change places
+        const float low = least * factor,
+                    high = most * factor;  // rounding and clips are monotonic, so they may change places
         const float bottom = (float)(t.lo - t.zero_point), top = (float)(t.hi - t.zero_point);
         lo = low > bottom ? std::min(low, top) : bottom, hi = high < top ? std::max(high, bottom) : top;
         zero = t.zero_point + 128;
         first = byte(lo), last = byte(hi);
     }
-    PW_INLINE I operator()(F v) const { return iadd(iround(fleast(fmost(fmul(v, fset(factor)), fset(lo)), fset(hi))), iset(zero)); }
+    PW_INLINE I operator()(F v) const {
+        return iadd(iround(fleast(fmost(fmul(v, fset(factor)), fset(lo)), fset(hi))), iset(zero));
+    }
 
   private:
     uint8_t byte(float product) const {
@@ -130,19 +137,19 @@ struct ChainWork {
     int64_t tiles, tile_bytes, rows_of_group;
     Piece* pieces;
     int64_t piece_count;
-    int64_t* taps;           // of CHAIN_CONV depthwise
-    uint8_t* interleaved;    // [chunks of 64 channels][quads][kw][256], or null
-    float* numbers;          // [taps][16 * tiles], or null
+    int64_t* taps;         // of CHAIN_CONV depthwise
+    uint8_t* interleaved;  // [chunks of 64 channels][quads][kw][256], or null
+    float* numbers;        // [taps][16 * tiles], or null
     int64_t quads;
     bool depthwise;
-    int64_t units;           // of a sample, without those that fill the margin
+    int64_t units;  // of a sample, without those that fill the margin
     int64_t blocks, splits, split_tiles;
-    Encoder encode;          // of the result
+    Encoder encode;  // of the result
 };
 
 class ChainSample {
     const Chain& c;
-    char* scratch;    // of the sample
+    char* scratch;  // of the sample
     const int64_t sample;
     ChainRoom& room;
 
@@ -183,10 +190,11 @@ class ChainSample {
         fill(at + (t.margin_h + t.h) * row, t.margin_h * row);
     }
 
-    // Tiles [t0, t0 + n) of `count` pixels from pixel `first` on: room.sums (or FLOATS) -> numbers and codes. scale, bias:
-    // [n]. lanes: sums, scale and bias are in the order of interleave().
+    // Tiles [t0, t0 + n) of `count` pixels from pixel `first` on: room.sums (or FLOATS) -> numbers and codes. scale,
+    // bias: [n]. lanes: sums, scale and bias are in the order of interleave().
     template <bool FLOATS, bool ADD, bool NUMBERS, bool CODES>
-    void finish(const ChainWork& k, const ChainTensor& y, const float* scale, const float* bias, int64_t t0, int64_t n, int64_t first, int64_t count, bool lanes) const {
+    void finish(const ChainWork& k, const ChainTensor& y, const float* scale, const float* bias, int64_t t0, int64_t n,
+                int64_t first, int64_t count, bool lanes) const {
 #if defined(__AVX512F__)
         switch (n) {
             case 1: return finish_row<1, FLOATS, ADD, NUMBERS, CODES>(k, y, scale, bias, t0, first, count, lanes);
@@ -209,7 +217,9 @@ class ChainSample {
             const int32_t* sums = room.sums + 16 * t;
             for (int64_t i = 0; i < count; ++i, sums += CHAIN_ROW) {
                 F v = FLOATS ? fload((const float*)sums) : fma(cvt(iload(sums)), factor, shift);
-                if constexpr (ADD) v = fadd(v, whole ? fload(more + i * channels + c0) : load_part(more + i * channels, F32, c0, channels));
+                if constexpr (ADD)
+                    v = fadd(
+                        v, whole ? fload(more + i * channels + c0) : load_part(more + i * channels, F32, c0, channels));
                 if constexpr (CODES) {
                     if (whole) istore8((int8_t*)room.codes[i] + c0, encode(v));
                     else put(y, room.codes[i], c0, encode(v));
@@ -226,7 +236,8 @@ class ChainSample {
 #if defined(__AVX512F__)
     // The same with the codes of N tiles in one store.
     template <int N, bool FLOATS, bool ADD, bool NUMBERS, bool CODES>
-    void finish_row(const ChainWork& k, const ChainTensor& y, const float* scale, const float* bias, int64_t t0, int64_t first, int64_t count, bool lanes) const {
+    void finish_row(const ChainWork& k, const ChainTensor& y, const float* scale, const float* bias, int64_t t0,
+                    int64_t first, int64_t count, bool lanes) const {
         const ChainStep& s = *k.s;
         const int64_t channels = y.channels, c0 = 16 * t0;
         const float* more = ADD ? numbers_of(tensor(s.residual)) + first * channels + c0 : nullptr;
@@ -234,7 +245,8 @@ class ChainSample {
         const __m512 lo = _mm512_set1_ps(s.lo), hi = _mm512_set1_ps(s.hi), factor = _mm512_set1_ps(k.encode.factor);
         const __m512 most = _mm512_set1_ps(40000);  // above every code, and it fits an integer
         const __m512i zero = _mm512_set1_epi16((short)k.encode.zero);
-        const __m512i least_byte = _mm512_set1_epi8((char)k.encode.first), most_byte = _mm512_set1_epi8((char)k.encode.last);
+        const __m512i least_byte = _mm512_set1_epi8((char)k.encode.first),
+                      most_byte = _mm512_set1_epi8((char)k.encode.last);
         const __m512i order = lanes ? _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
                                     : _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
         const auto ones = [](int64_t n) { return n >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << n) - 1; };
@@ -251,10 +263,14 @@ class ChainSample {
             __m512i q[4];
             PW_UNROLL for (int t = 0; t < N; ++t) {
                 __m512 v = FLOATS ? _mm512_loadu_ps((const float*)sums + 16 * t)
-                                  : _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(sums + 16 * t)), scales[t], shifts[t]);
+                                  : _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(sums + 16 * t)), scales[t],
+                                                    shifts[t]);
                 if constexpr (ADD) v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(there[t], more + i * channels + 16 * t));
-                if constexpr (CODES) q[t] = _mm512_cvtps_epi32(_mm512_min_ps(most, _mm512_mul_ps(v, factor)));  // NaN is below all codes
-                if constexpr (NUMBERS) _mm512_mask_storeu_ps(numbers + i * channels + 16 * t, there[t], _mm512_min_ps(_mm512_max_ps(v, lo), hi));
+                if constexpr (CODES)
+                    q[t] = _mm512_cvtps_epi32(_mm512_min_ps(most, _mm512_mul_ps(v, factor)));  // NaN is below all codes
+                if constexpr (NUMBERS)
+                    _mm512_mask_storeu_ps(numbers + i * channels + 16 * t, there[t],
+                                          _mm512_min_ps(_mm512_max_ps(v, lo), hi));
             }
             if constexpr (CODES) {
                 PW_UNROLL for (int t = N; t < 4; ++t) q[t] = q[0];
@@ -268,20 +284,22 @@ class ChainSample {
     }
 #endif
     template <bool FLOATS, bool ADD>
-    void finish(const ChainWork& k, const ChainTensor& y, const float* scale, const float* bias, int64_t t0, int64_t n, int64_t first, int64_t count, bool lanes) const {
+    void finish(const ChainWork& k, const ChainTensor& y, const float* scale, const float* bias, int64_t t0, int64_t n,
+                int64_t first, int64_t count, bool lanes) const {
         const bool numbers = numbers_of(y) != nullptr, codes = y.codes >= 0;
         if (numbers && codes) finish<FLOATS, ADD, true, true>(k, y, scale, bias, t0, n, first, count, lanes);
         else if (codes) finish<FLOATS, ADD, false, true>(k, y, scale, bias, t0, n, first, count, lanes);
         else finish<FLOATS, ADD, true, false>(k, y, scale, bias, t0, n, first, count, lanes);
     }
-    void finish(const ChainWork& k, const ChainTensor& y, const float* scale, const float* bias, int64_t t0, int64_t n, int64_t first, int64_t count, bool lanes) const {
+    void finish(const ChainWork& k, const ChainTensor& y, const float* scale, const float* bias, int64_t t0, int64_t n,
+                int64_t first, int64_t count, bool lanes) const {
         const bool add = k.s->residual >= 0;
         if (k.s->function != IDENTITY) {
             with_function(k.s->function, [&](auto f) {
-                for (int64_t i = 0; i < count; ++i)
-                    PW_ROLLED for (int64_t t = 0; t < n; ++t) {
+                for (int64_t i = 0; i < count; ++i) PW_ROLLED for (int64_t t = 0; t < n; ++t) {
                         float* v = (float*)room.sums + i * CHAIN_ROW + 16 * t;
-                        fstore(v, apply<decltype(f)::value>(fma(cvt(iload((const int32_t*)v)), fload(scale + 16 * t), fload(bias + 16 * t))));
+                        fstore(v, apply<decltype(f)::value>(
+                                      fma(cvt(iload((const int32_t*)v)), fload(scale + 16 * t), fload(bias + 16 * t))));
                     }
             });
             if (add) finish<true, true>(k, y, scale, bias, t0, n, first, count, lanes);
@@ -290,16 +308,18 @@ class ChainSample {
         else finish<false, false>(k, y, scale, bias, t0, n, first, count, lanes);
     }
 
-    // -- convolutions ---------------------------------------------------------------------------------------------------
+    // -- convolutions -------------------------------------------------------------------------------------------------
 
     void start(const ChainWork& k, const ChainTensor& x, int64_t t0, int64_t n) const {
-        const I zero = iset((k.depthwise ? 0 : BYTE_ZERO) - x.zero_point - 128);  // depthwise products are of the bytes themselves
+        const I zero =
+            iset((k.depthwise ? 0 : BYTE_ZERO) - x.zero_point - 128);  // depthwise products are of the bytes themselves
         for (int64_t t = 0; t < n; ++t)
             istore(room.start + 16 * t, t0 + t < k.tiles ? umul(iload(k.s->sums + 16 * (t0 + t)), zero) : iset(0));
     }
 
     void dense(const ChainWork& k, int64_t t0, int64_t n, int64_t count) const {
-        const int64_t most = CHAIN_PIXELS[n - 1], blocks = (count + most - 1) / most, small = count / blocks, larger = count % blocks;
+        const int64_t most = CHAIN_PIXELS[n - 1], blocks = (count + most - 1) / most, small = count / blocks,
+                      larger = count % blocks;
         const int64_t group = k.s->groups == 1 ? 0 : 16 * t0 / k.rows_of_group * k.s->conv->c;
         const uint8_t* px[CHAIN_BLOCK];
         for (int64_t i = 0; i < count; ++i) px[i] = room.px[i] + group;
@@ -307,10 +327,12 @@ class ChainSample {
         const Piece *piece = k.pieces, *end = piece + k.piece_count;
         for (bool fresh = true; piece < end; fresh = false) {
             int64_t pieces = 0, columns = 0;
-            while (piece + pieces < end && (!pieces || columns + piece[pieces].count <= CONV_CHUNK)) columns += piece[pieces++].count;
+            while (piece + pieces < end && (!pieces || columns + piece[pieces].count <= CONV_CHUNK))
+                columns += piece[pieces++].count;
             for (int64_t b = 0, p = 0; b < blocks; ++b) {
                 const int64_t each = small + (b < larger);
-                pick_chain(n, each)(w, k.tile_bytes, piece, pieces, px + p, room.start, room.sums + CHAIN_ROW * p, fresh);
+                pick_chain(n, each)(w, k.tile_bytes, piece, pieces, px + p, room.start, room.sums + CHAIN_ROW * p,
+                                    fresh);
                 p += each;
             }
             piece += pieces;
@@ -318,13 +340,15 @@ class ChainSample {
     }
 
     // Whether the sums are in the order of interleave().
-    bool depthwise(const ChainWork& k, const ChainTensor& x, int64_t t0, int64_t n, int64_t first, int64_t count) const {
+    bool depthwise(const ChainWork& k, const ChainTensor& x, int64_t t0, int64_t n, int64_t first,
+                   int64_t count) const {
         const ChainStep& s = *k.s;
 #if defined(__AVX512VNNI__)
         if (k.interleaved) {
             exchange16(room.start);
             const uint8_t* w = k.interleaved + t0 / 4 * k.quads * s.kw * 256;
-            const int64_t row = row_bytes(x) * s.dilation_h, pixel = pixel_bytes(x), ow = k.s->y < 0 ? 1 : tensor(s.y).w;
+            const int64_t row = row_bytes(x) * s.dilation_h, pixel = pixel_bytes(x),
+                          ow = k.s->y < 0 ? 1 : tensor(s.y).w;
             for (int64_t i = 0; i < count;) {
                 const int64_t each = std::min({count - i, (int64_t)DEPTHWISE_PIXELS, ow - (first + i) % ow});
                 const uint8_t* rows[16];
@@ -341,8 +365,12 @@ class ChainSample {
             const float* w = k.numbers + 16 * (t0 + t);
             int32_t* sums = room.sums + 16 * t;
             int64_t p = 0;
-            for (; p + 4 <= count; p += 4) depthwise_taps<4>(w, width, k.taps, taps, room.px + p, 16 * (t0 + t), room.start + 16 * t, sums + CHAIN_ROW * p);
-            for (; p < count; ++p) depthwise_taps<1>(w, width, k.taps, taps, room.px + p, 16 * (t0 + t), room.start + 16 * t, sums + CHAIN_ROW * p);
+            for (; p + 4 <= count; p += 4)
+                depthwise_taps<4>(w, width, k.taps, taps, room.px + p, 16 * (t0 + t), room.start + 16 * t,
+                                  sums + CHAIN_ROW * p);
+            for (; p < count; ++p)
+                depthwise_taps<1>(w, width, k.taps, taps, room.px + p, 16 * (t0 + t), room.start + 16 * t,
+                                  sums + CHAIN_ROW * p);
         }
         return false;
     }
@@ -355,7 +383,8 @@ class ChainSample {
         const int64_t begin = unit / k.blocks * k.split_tiles, end = std::min(k.tiles, begin + k.split_tiles);
         const int64_t in_row = row_bytes(x), in_pixel = pixel_bytes(x);
         for (int64_t i = 0, oy = first / y.w, ox = first % y.w; i < count; ++i) {
-            room.px[i] = codes_of(x) + (oy * s.stride_h + x.margin_h - s.pad_h) * in_row + (ox * s.stride_w + x.margin_w - s.pad_w) * in_pixel;
+            room.px[i] = codes_of(x) + (oy * s.stride_h + x.margin_h - s.pad_h) * in_row +
+                         (ox * s.stride_w + x.margin_w - s.pad_w) * in_pixel;
             if (y.codes >= 0) room.codes[i] = code_at(y, oy, ox);
             if (++ox == y.w) ox = 0, ++oy;
         }
@@ -365,7 +394,8 @@ class ChainSample {
         for (int64_t t0 = begin; t0 < end;) {
             int64_t n = 4;
             if (!k.depthwise) {  // parts of nearly equal size
-                const int64_t own = k.rows_of_group / 16, left = s.groups == 1 ? end - t0 : std::min(end - t0, own - t0 % own);
+                const int64_t own = k.rows_of_group / 16,
+                              left = s.groups == 1 ? end - t0 : std::min(end - t0, own - t0 % own);
                 const int64_t parts = (left + CHAIN_TILES - 1) / CHAIN_TILES;
                 n = (left + parts - 1) / parts;
             }
@@ -402,7 +432,7 @@ class ChainSample {
         }
     }
 
-    // -- other steps ----------------------------------------------------------------------------------------------------
+    // -- other steps --------------------------------------------------------------------------------------------------
 
     // Numbers in room.sums of one group of 16 channels are written as the result.
     void finish_numbers(const ChainWork& k, const ChainTensor& y, int64_t tile, int64_t first, int64_t count) const {
@@ -411,14 +441,16 @@ class ChainSample {
         else finish<true, false>(k, y, none, none, tile, 1, first, count, false);
     }
     void place_codes(const ChainTensor& y, int64_t first, int64_t count) const {
-        for (int64_t i = 0; i < count && y.codes >= 0; ++i) room.codes[i] = code_at(y, (first + i) / y.w, (first + i) % y.w);
+        for (int64_t i = 0; i < count && y.codes >= 0; ++i)
+            room.codes[i] = code_at(y, (first + i) / y.w, (first + i) % y.w);
     }
 
     void max_pool(const ChainWork& k, int64_t oy) const {
         const ChainStep& s = *k.s;
         const ChainTensor &x = tensor(s.x), &y = tensor(s.y);
         const float* numbers = numbers_of(x);
-        const int64_t n = x.channels, y0 = std::max<int64_t>(0, oy * s.stride_h - s.pad_h), y1 = std::min(x.h, oy * s.stride_h - s.pad_h + s.kh);
+        const int64_t n = x.channels, y0 = std::max<int64_t>(0, oy * s.stride_h - s.pad_h),
+                      y1 = std::min(x.h, oy * s.stride_h - s.pad_h + s.kh);
         const auto columns = [&](int64_t ox, int64_t& x0, int64_t& x1) {
             x0 = std::max<int64_t>(0, ox * s.stride_w - s.pad_w), x1 = std::min(x.w, ox * s.stride_w - s.pad_w + s.kw);
         };
@@ -476,7 +508,8 @@ class ChainSample {
             const int64_t count = std::min(CHAIN_BLOCK, (oy + 1) * y.w - first);
             place_codes(y, first, count);
             for (int64_t c0 = 0; c0 < n; c0 += 16) {
-                for (int64_t i = 0; i < count; ++i) fstore((float*)room.sums + CHAIN_ROW * i, load_part(numbers + (first + i) * n, F32, c0, n));
+                for (int64_t i = 0; i < count; ++i)
+                    fstore((float*)room.sums + CHAIN_ROW * i, load_part(numbers + (first + i) * n, F32, c0, n));
                 finish_numbers(k, y, c0 / 16, first, count);
             }
         }
@@ -488,7 +521,9 @@ class ChainSample {
         const ChainInput& in = c.inputs[k.s->x];
         const int64_t n = y.channels, plane = y.h * y.w;
         const float* from = (const float*)in.data + sample * n * plane;
-        const auto load = [](const float* p, int64_t count) { return count == 16 ? fload(p) : load_part(p, F32, 0, count); };
+        const auto load = [](const float* p, int64_t count) {
+            return count == 16 ? fload(p) : load_part(p, F32, 0, count);
+        };
         I top = iset(0);
         const auto see = [&](F v) { top = imax(top, iand(bits(v), iset(0x7fffffff))); };
         for (int64_t x0 = 0; x0 < y.w; x0 += 16) {
@@ -517,11 +552,13 @@ class ChainSample {
                 const int64_t channels = std::min<int64_t>(16, n - c0);
                 float* numbers = (float*)room.sums;
                 if (in.last) {
-                    for (int64_t i = 0; i < count; ++i) fstore(numbers + CHAIN_ROW * i, load(from + (first + i) * n + c0, channels));
+                    for (int64_t i = 0; i < count; ++i)
+                        fstore(numbers + CHAIN_ROW * i, load(from + (first + i) * n + c0, channels));
                 } else {
                     for (int64_t i = 0; i < count; ++i) fstore(numbers + CHAIN_ROW * i, fset(0));
                     for (int64_t j = 0; j < channels; ++j)
-                        for (int64_t i = 0; i < count; ++i) numbers[CHAIN_ROW * i + j] = from[(c0 + j) * plane + first + i];
+                        for (int64_t i = 0; i < count; ++i)
+                            numbers[CHAIN_ROW * i + j] = from[(c0 + j) * plane + first + i];
                 }
                 for (int64_t i = 0; i < count; ++i) see(fload(numbers + CHAIN_ROW * i));
                 finish_numbers(k, y, c0 / 16, first, count);
@@ -533,7 +570,8 @@ class ChainSample {
     }
 
   public:
-    ChainSample(const Chain& c_, char* scratch_, int64_t sample_, ChainRoom& room_) : c(c_), scratch(scratch_), sample(sample_), room(room_) {}
+    ChainSample(const Chain& c_, char* scratch_, int64_t sample_, ChainRoom& room_)
+        : c(c_), scratch(scratch_), sample(sample_), room(room_) {}
 
     void run(const ChainWork& k, int64_t unit) const {
         if (unit == k.units) return fill_margin(tensor(k.s->y));
@@ -560,8 +598,8 @@ thread_local Workspace chains{32u << 20};  // of a thread that calls a chain
 struct Progress {
     int64_t next, done;
 };
-// Until all units are done. Threads do not wait for each other, only for work: one that the system has suspended without
-// a unit delays nobody.
+// Until all units are done. Threads do not wait for each other, only for work: one that the system has suspended
+// without a unit delays nobody.
 inline void wait_for(const int64_t& done, int64_t units) {
     for (int64_t spins = 0; __atomic_load_n(&done, __ATOMIC_ACQUIRE) < units; ++spins) {
         if (spins > 1 << 16) yield_thread();  // after about a millisecond
@@ -614,7 +652,8 @@ class ChainCall {
             for (int64_t ky = 0; ky < s.kh; ++ky)
                 for (int64_t kx = 0; kx < (merged ? 1 : s.kw); ++kx)
                     for (int64_t i = 0; i < run; i += CONV_CHUNK)
-                        *out++ = {ky * s.dilation_h * row + kx * s.dilation_w * pixel + 4 * i, (ky * s.kw + kx) * set / 4 + i, std::min(CONV_CHUNK, run - i)};
+                        *out++ = {ky * s.dilation_h * row + kx * s.dilation_w * pixel + 4 * i,
+                                  (ky * s.kw + kx) * set / 4 + i, std::min(CONV_CHUNK, run - i)};
             return at - space;
         }
 #if defined(__AVX512VNNI__)
@@ -630,7 +669,8 @@ class ChainCall {
                         alignas(64) uint8_t rows[4][64];
                         memset(rows, 0x80, sizeof rows);
                         for (int64_t r = 0; r < 4 && 4 * quad + r < s.kh; ++r)
-                            memcpy(rows[r], (const uint8_t*)s.codes + ((4 * quad + r) * s.kw + kx) * width + 64 * chunk, (size_t)std::min<int64_t>(64, width - 64 * chunk));
+                            memcpy(rows[r], (const uint8_t*)s.codes + ((4 * quad + r) * s.kw + kx) * width + 64 * chunk,
+                                   (size_t)std::min<int64_t>(64, width - 64 * chunk));
                         __m512i v[4];
                         const auto at_row = [&](int i) { return flip(bload(rows[i])).v; };
                         interleave(at_row(0), at_row(1), at_row(2), at_row(3), v);
@@ -643,7 +683,8 @@ class ChainCall {
         k.numbers = (float*)take(taps * 16 * k.tiles * 4);
         if (!space) return at - space;
         for (int64_t i = 0; i < taps; ++i) k.taps[i] = i / s.kw * s.dilation_h * row + i % s.kw * s.dilation_w * pixel;
-        for (int64_t i = 0; i < taps * 16 * k.tiles; i += 16) fstore(k.numbers + i, cvt(isub(iload8u((const uint8_t*)s.codes + i), iset(128))));
+        for (int64_t i = 0; i < taps * 16 * k.tiles; i += 16)
+            fstore(k.numbers + i, cvt(isub(iload8u((const uint8_t*)s.codes + i), iset(128))));
         return at - space;
     }
 
@@ -659,7 +700,8 @@ class ChainCall {
 
     // Whether the step after a convolution is max pooling of its result.
     bool pooled(int32_t j) const {
-        return j + 1 < c.step_count && c.steps[j].kind == CHAIN_CONV && c.steps[j + 1].kind == CHAIN_MAX && c.steps[j + 1].x == c.steps[j].y;
+        return j + 1 < c.step_count && c.steps[j].kind == CHAIN_CONV && c.steps[j + 1].kind == CHAIN_MAX &&
+               c.steps[j + 1].x == c.steps[j].y;
     }
     // Both, row by row: the result of the convolution is read while it is in the cache.
     void run_pooled(const ChainSample& one, int32_t j) const {
@@ -686,7 +728,8 @@ class ChainCall {
         threads = (int)std::min<double>(c.threads, 1 + products() / PRODUCTS_PER_THREAD);
         own = threads == 1 || c.n >= 4 * threads || c.n % threads == 0;
         if (own) threads = (int)std::min<int64_t>(threads, c.n);
-        const int64_t works = whole_lines(c.step_count * (int64_t)sizeof(ChainWork)), counters = own ? 0 : whole_lines(c.n * c.step_count * (int64_t)sizeof(Progress));
+        const int64_t works = whole_lines(c.step_count * (int64_t)sizeof(ChainWork)),
+                      counters = own ? 0 : whole_lines(c.n * c.step_count * (int64_t)sizeof(Progress));
         const int64_t sample_bytes = whole_lines(c.scratch + 128);  // vectors are read beyond the last pixel
         int64_t shared = works + counters + 64;
         ChainWork none;
@@ -709,7 +752,8 @@ class ChainCall {
                     const ChainSample one(c, buffers + id * sample_bytes, i, *room);
                     for (int32_t j = 0; j < c.step_count; ++j) {
                         if (pooled(j)) run_pooled(one, j++);
-                        else for (int64_t u = 0; u <= work[j].units; ++u) one.run(work[j], u);
+                        else
+                            for (int64_t u = 0; u <= work[j].units; ++u) one.run(work[j], u);
                     }
                     if (room->odd) one.spoil();
                 }
@@ -725,7 +769,8 @@ class ChainCall {
                         one.run(work[j], u);
                         if (room->odd) __atomic_store_n(odd, (int32_t)(i + 1), __ATOMIC_RELAXED);
                         const bool last = __atomic_add_fetch(&step.done, 1, __ATOMIC_ACQ_REL) == units;
-                        if (last && j + 1 == c.step_count && __atomic_load_n(odd, __ATOMIC_RELAXED) == i + 1) one.spoil();
+                        if (last && j + 1 == c.step_count && __atomic_load_n(odd, __ATOMIC_RELAXED) == i + 1)
+                            one.spoil();
                     }
                     wait_for(step.done, units);
                 }

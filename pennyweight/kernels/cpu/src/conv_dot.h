@@ -101,14 +101,15 @@ inline void exchange16(void* words) {  // 64 of them
     for (int j = 0; j < 4; ++j) _mm512_storeu_si512((char*)words + 64 * j, v[j]);
 }
 
-// Depthwise sums of 64 channels for T neighbours of a row. w: [quads of kernel rows][KW][4][64] interleaved signed codes;
-// rows: first input byte of each kernel row, in whole fours (the last repeated), for the first pixel. sums: [T][64] in
-// that order, from `start` on.
+// Depthwise sums of 64 channels for T neighbours of a row. w: [quads of kernel rows][KW][4][64] interleaved signed
+// codes; rows: first input byte of each kernel row, in whole fours (the last repeated), for the first pixel. sums:
+// [T][64] in that order, from `start` on.
 template <int KW, int STRIDE, int T>
-void depthwise_row(const uint8_t* w, int64_t quads, const uint8_t* const* rows, int64_t pixel, const int32_t* start, int32_t* sums) {
+void depthwise_row(const uint8_t* w, int64_t quads, const uint8_t* const* rows, int64_t pixel, const int32_t* start,
+                   int32_t* sums) {
     __m512i acc[T][4];
-    PW_UNROLL for (int t = 0; t < T; ++t)
-        PW_UNROLL for (int j = 0; j < 4; ++j) acc[t][j] = _mm512_loadu_si512(start + 16 * j);
+    PW_UNROLL for (int t = 0; t < T; ++t) PW_UNROLL for (int j = 0; j < 4; ++j) acc[t][j] =
+        _mm512_loadu_si512(start + 16 * j);
     for (int64_t quad = 0; quad < quads; ++quad, rows += 4, w += KW * 256) {
         PW_UNROLL for (int at = 0; at < (T - 1) * STRIDE + KW; ++at) {
             __m512i v[4];
@@ -117,8 +118,8 @@ void depthwise_row(const uint8_t* w, int64_t quads, const uint8_t* const* rows, 
             PW_UNROLL for (int kx = 0; kx < KW; ++kx) {
                 const int t = (at - kx) / STRIDE;
                 if (at >= kx && (at - kx) % STRIDE == 0 && t < T) {
-                    PW_UNROLL for (int j = 0; j < 4; ++j)
-                        acc[t][j] = _mm512_dpbusd_epi32(acc[t][j], v[j], _mm512_loadu_si512(w + kx * 256 + j * 64));
+                    PW_UNROLL for (int j = 0; j < 4; ++j) acc[t][j] =
+                        _mm512_dpbusd_epi32(acc[t][j], v[j], _mm512_loadu_si512(w + kx * 256 + j * 64));
                 }
             }
         }

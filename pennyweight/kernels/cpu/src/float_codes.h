@@ -17,10 +17,14 @@ struct SmallFloat {
     I magnitude, bias, sign;
     F two, least, limit;
     SmallFloat(int exponent, int mantissa, float greatest)
-        : left(31 - exponent - mantissa), right(8 - exponent),
+        : left(31 - exponent - mantissa),
+          right(8 - exponent),
           magnitude(iset(((1 << (exponent + mantissa)) - 1) << (23 - mantissa))),
-          bias(iset((128 - (1 << (exponent - 1))) << 23)), sign(iset((int32_t)0x80000000)), two(fset(2)),
-          least(fset(-float_of((uint32_t)(129 - (1 << (exponent - 1))) << 23))), limit(fset(greatest)) {}
+          bias(iset((128 - (1 << (exponent - 1))) << 23)),
+          sign(iset((int32_t)0x80000000)),
+          two(fset(2)),
+          least(fset(-float_of((uint32_t)(129 - (1 << (exponent - 1))) << 23))),
+          limit(fset(greatest)) {}
     PW_INLINE F at(I code) const {  // of the low bits of each lane
         const I top = ishl(code, left);
         const F f = bitcast(iadd(iand(ishr(top, right), magnitude), bias));

@@ -39,7 +39,7 @@ PW_INLINE void decode_other(int bits, const uint8_t* codes, B* out) {
     }
 }
 
-struct Part {            // scales, zero points or offsets of a tile: 16 numbers per group
+struct Part {  // scales, zero points or offsets of a tile: 16 numbers per group
     const void* p;
     int32_t kind;
 };
@@ -58,30 +58,31 @@ inline I zero16(const Part& a, int64_t i) {
 }
 
 // Decodes `count` groups of a tile, from group `first` on, whose scale codes have outer scales.
-inline Part numbers_of(const Part& codes, const Part& outer, int64_t per_outer, int64_t first, int64_t count, float* out) {
+inline Part numbers_of(const Part& codes, const Part& outer, int64_t per_outer, int64_t first, int64_t count,
+                       float* out) {
     for (int64_t i = 0; i < count; ++i)
         fstore(out + 16 * i, fmul(cvt(zero16(codes, (first + i) * 16)), part16(outer, (first + i) / per_outer * 16)));
     return {out, F32};
 }
 
-struct Tile {                 // 16 rows of the weight, from one block of columns on
+struct Tile {  // 16 rows of the weight, from one block of columns on
     const uint8_t* codes;
     Part scale, zero, offset;
-    int64_t per_scale;        // blocks that share a scale; 0: no scale inside the sum
-    int64_t first, blocks;    // blocks of columns
-    int64_t block, tail;      // columns of a block, and of the last block
+    int64_t per_scale;      // blocks that share a scale; 0: no scale inside the sum
+    int64_t first, blocks;  // blocks of columns
+    int64_t block, tail;    // columns of a block, and of the last block
     int32_t bits, center;
-    int64_t true_columns;     // from here on, without padding
-    const int8_t* ones;       // 1 per true column, for inputs with a zero point; else null
-    float* sums;              // [blocks][16] of the codes minus center and zero point, for such inputs
+    int64_t true_columns;  // from here on, without padding
+    const int8_t* ones;    // 1 per true column, for inputs with a zero point; else null
+    float* sums;           // [blocks][16] of the codes minus center and zero point, for such inputs
 };
 
-struct Rows {                 // a block of tokens, from the same column on
+struct Rows {  // a block of tokens, from the same column on
     const int8_t* limbs;
     const int32_t* sums;
     const float* scale;  // [blocks][T]; null: no scale inside the sum
     const float* value;
-    const float* zero;   // zero points, per token; [blocks][T] if there are scales
+    const float* zero;  // zero points, per token; [blocks][T] if there are scales
 };
 
 // c[t] (+)= the blocks of a tile for T tokens of D limbs, or (D = 0) of words. BITS 0: any width but 4 and 8, in plain
@@ -114,8 +115,8 @@ template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows
             PW_UNROLL for (int j = 0; j < bits; ++j) __builtin_prefetch(codes + AHEAD + 64 * j);
             if constexpr (D == 0) {
                 const auto pair = [&](B u, int at) {
-                    PW_UNROLL for (int r = 0; r < R; ++r)
-                        acc[at % CHAINS][r] = dot2(acc[at % CHAINS][r], u, xload(xs + (at * R + r) * 4));
+                    PW_UNROLL for (int r = 0; r < R; ++r) acc[at % CHAINS][r] =
+                        dot2(acc[at % CHAINS][r], u, xload(xs + (at * R + r) * 4));
                 };
                 PW_ROLLED for (int at = 0; at < BITS; at += WORD_STEP) {
                     PW_UNROLL for (int j = 0; j < WORD_STEP; ++j) {
@@ -146,8 +147,8 @@ template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows
                                 u[j + 1] = bmask(bright(two, 4), 15);
                             }
                         }
-                        PW_UNROLL for (int r = 0; r < R; ++r)
-                            acc[j % CHAINS][r] = dot4<BITS == 8>(acc[j % CHAINS][r], u[j], xload(xs + (j * R + r) * 4));
+                        PW_UNROLL for (int r = 0; r < R; ++r) acc[j % CHAINS][r] =
+                            dot4<BITS == 8>(acc[j % CHAINS][r], u[j], xload(xs + (j * R + r) * 4));
                         if (SUM) column[j % 2] = dot4<BITS == 8>(column[j % 2], u[j], xload(ones + 4 * j));
                     }
                     if (SUM) ones += 4 * STEP;
@@ -186,7 +187,8 @@ template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows
         if (D != 1 || x.scale) {
             PW_UNROLL for (int t = 0; t < T; ++t) {
                 const F e = fset(x.scale[b * T + t]);
-                sum[t] = fma(sum_of(t, D == 1 ? x.zero + b * T : x.zero), w.per_scale ? fmul(weight_scale, e) : e, sum[t]);
+                sum[t] =
+                    fma(sum_of(t, D == 1 ? x.zero + b * T : x.zero), w.per_scale ? fmul(weight_scale, e) : e, sum[t]);
             }
         } else {
             PW_UNROLL for (int t = 0; t < T; ++t) {
@@ -204,8 +206,8 @@ template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows
 // without zero points and offsets, and inputs with one scale per token and no zero point. Same bits as `micro`.
 template <int BITS, int T> void micro_pair(const Tile* w, const Rows& x, float* const* c, bool fresh) {
     F sum[2][T];
-    PW_UNROLL for (int n = 0; n < 2; ++n)
-        PW_UNROLL for (int t = 0; t < T; ++t) sum[n][t] = fresh ? fset(0) : fload(c[n] + 16 * t);
+    PW_UNROLL for (int n = 0; n < 2; ++n) PW_UNROLL for (int t = 0; t < T; ++t) sum[n][t] =
+        fresh ? fset(0) : fload(c[n] + 16 * t);
     const int8_t* xs = x.limbs;
     const uint8_t *one = w[0].codes, *two = w[1].codes;
     for (int64_t b = 0; b < w->blocks; ++b) {
@@ -220,7 +222,8 @@ template <int BITS, int T> void micro_pair(const Tile* w, const Rows& x, float* 
             }
         };
         for (int64_t s = 0; s < steps; ++s) {
-            PW_UNROLL for (int j = 0; j < BITS; ++j) __builtin_prefetch(one + AHEAD + 64 * j), __builtin_prefetch(two + AHEAD + 64 * j);
+            PW_UNROLL for (int j = 0; j < BITS; ++j) __builtin_prefetch(one + AHEAD + 64 * j),
+                __builtin_prefetch(two + AHEAD + 64 * j);
             PW_ROLLED for (int at = 0; at < BITS; at += 2) {  // vectors of codes
                 PW_UNROLL for (int j = 0; j < 2; ++j) {
                     const B u = bload(one + 64 * (at + j)), v = bload(two + 64 * (at + j));
@@ -244,13 +247,12 @@ template <int BITS, int T> void micro_pair(const Tile* w, const Rows& x, float* 
                     sum[n][t] = fma(cvt(acc[n][t]), w->per_scale ? fmul(scale, e) : e, sum[n][t]);
                 }
             } else {
-                PW_UNROLL for (int t = 0; t < T; ++t)
-                    sum[n][t] = w->per_scale ? fma(cvt(acc[n][t]), scale, sum[n][t]) : fadd(cvt(acc[n][t]), sum[n][t]);
+                PW_UNROLL for (int t = 0; t < T; ++t) sum[n][t] =
+                    w->per_scale ? fma(cvt(acc[n][t]), scale, sum[n][t]) : fadd(cvt(acc[n][t]), sum[n][t]);
             }
         }
     }
-    PW_UNROLL for (int n = 0; n < 2; ++n)
-        PW_UNROLL for (int t = 0; t < T; ++t) fstore(c[n] + 16 * t, sum[n][t]);
+    PW_UNROLL for (int n = 0; n < 2; ++n) PW_UNROLL for (int t = 0; t < T; ++t) fstore(c[n] + 16 * t, sum[n][t]);
 }
 constexpr int LEAST_PAIRED = 4;  // tokens of a block; with fewer a call is memory-bound
 
@@ -282,10 +284,10 @@ template <int BITS = 1> Micro pick(int bits, int limbs, bool sum, int tokens) {
         if (bits != BITS) return pick<BITS + 1>(bits, limbs, sum, tokens);
         if constexpr (every_count(BITS))
             if (limbs == 0) return pick_tokens<BITS, 0, false, LEAST_WORDS>(tokens);
-        return sum           ? pick_count<BITS, 1, true>(tokens)
+        return sum          ? pick_count<BITS, 1, true>(tokens)
                : limbs == 1 ? pick_count<BITS, 1>(tokens)
                : limbs == 2 ? pick_count<BITS, 2>(tokens)
-                             : pick_count<BITS, 3>(tokens);
+                            : pick_count<BITS, 3>(tokens);
     }
 }
 

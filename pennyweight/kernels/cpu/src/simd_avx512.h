@@ -5,9 +5,15 @@
 
 namespace {
 
-struct I { __m512i v; };
-struct F { __m512 v; };
-struct B { __m512i v; };
+struct I {
+    __m512i v;
+};
+struct F {
+    __m512 v;
+};
+struct B {
+    __m512i v;
+};
 using X = __m512i;  // four bytes of one input row, in every lane
 
 constexpr int TOKENS[] = {8, 6, 4, 12};
@@ -36,7 +42,7 @@ inline F fadd(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline F fmul(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline F cvt(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
-inline I iround(F a) { return {_mm512_cvtps_epi32(a.v)}; }  // ties to even
+inline I iround(F a) { return {_mm512_cvtps_epi32(a.v)}; }       // ties to even
 inline F fleast(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }  // b where a is NaN
 inline F fmost(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline float fleast(F a) { return _mm512_reduce_min_ps(a.v); }
@@ -65,7 +71,11 @@ inline B bor(B a, B b) { return {_mm512_or_si512(a.v, b.v)}; }
 // Shifts of 16-bit lanes: the caller masks off bits that cross bytes.
 inline B bright(B a, int n) { return {_mm512_srl_epi16(a.v, _mm_cvtsi32_si128(n))}; }
 inline B bleft(B a, int n) { return {_mm512_sll_epi16(a.v, _mm_cvtsi32_si128(n))}; }
-inline X xload(const int8_t* p) { int32_t a; memcpy(&a, p, 4); return _mm512_set1_epi32(a); }
+inline X xload(const int8_t* p) {
+    int32_t a;
+    memcpy(&a, p, 4);
+    return _mm512_set1_epi32(a);
+}
 // Bits [from, from + bits) of each 16-bit lane, and products of such lanes with two 16-bit inputs.
 template <int FROM, int BITS> inline B words(B a) {
     const __m512i v = FROM ? _mm512_srli_epi16(a.v, FROM) : a.v;
@@ -83,7 +93,10 @@ inline void add_now(__m512i& acc, __m512i a) {
     acc = _mm512_add_epi32(acc, a);
     asm("" : "+v"(acc));
 }
-inline I dot2(I acc, B w, X x) { add_now(acc.v, _mm512_madd_epi16(w.v, x)); return acc; }
+inline I dot2(I acc, B w, X x) {
+    add_now(acc.v, _mm512_madd_epi16(w.v, x));
+    return acc;
+}
 // Codes below 128 cannot saturate the 16-bit sums of maddubs (2 * 127 * 128 < 2**15); full bytes are widened.
 template <bool ALL8> inline I dot4(I acc, B w, X x) {
     if (!ALL8) {
@@ -130,9 +143,7 @@ inline F frint(F a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_IN
 inline F fabove(F a, F b, F x, F y) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), y.v, x.v)};
 }
-inline I iabove(I a, I b, I x, I y) {
-    return {_mm512_mask_blend_epi32(_mm512_cmpgt_epi32_mask(a.v, b.v), y.v, x.v)};
-}
+inline I iabove(I a, I b, I x, I y) { return {_mm512_mask_blend_epi32(_mm512_cmpgt_epi32_mask(a.v, b.v), y.v, x.v)}; }
 inline F round_f16(F a) {
     return {_mm512_cvtph_ps(_mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))};
 }
@@ -150,7 +161,8 @@ inline __m512i ordered(__m512i v) { return _mm512_xor_si512(v, _mm512_srli_epi16
 inline uint32_t least_word(__m512i v) {
     const __m256i a = _mm256_min_epu16(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1));
     return (uint32_t)_mm_cvtsi128_si32(
-        _mm_minpos_epu16(_mm_min_epu16(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1)))) & 0xffff;
+               _mm_minpos_epu16(_mm_min_epu16(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1)))) &
+           0xffff;
 }
 inline void ends_of_words(const uint16_t* p, int64_t n, int16_t* lo, int16_t* hi) {
     __m512i least = _mm512_set1_epi16(0x7fff), most = _mm512_set1_epi16(-0x8000);
@@ -168,7 +180,8 @@ inline B badd(B a, uint8_t n) { return {_mm512_add_epi8(a.v, _mm512_set1_epi8((c
 inline B bload4(const uint8_t* p, int64_t step) {
     const auto at = [&](int i) { return _mm_loadu_si128((const __m128i*)(p + i * step)); };
     const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(at(0)), at(1), 1);
-    return {_mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_inserti128_si256(_mm256_castsi128_si256(at(2)), at(3), 1), 1)};
+    return {_mm512_inserti64x4(_mm512_castsi256_si512(low),
+                               _mm256_inserti128_si256(_mm256_castsi128_si256(at(2)), at(3), 1), 1)};
 }
 inline void bstore4(uint8_t* p, int64_t step, B a) {
     _mm_storeu_si128((__m128i*)p, _mm512_castsi512_si128(a.v));
