@@ -12,9 +12,7 @@ from tests.kernels.cpu.native import called
 
 NATIVE = Path(called.__file__).parent
 ROOT = NATIVE.parents[3]
-RULES = " ".join(
-    " ".join((called.SOURCE / name).read_text().split()) for name in ("check.h", "check_block.h", "check_conv.h")
-)
+RULES = " ".join(" ".join(path.read_text().split()) for path in sorted(called.SOURCE.glob("check*.h")))
 DEBUG = ["-std=c++17", "-O0", "-g1", "-w", "-fopenmp", "-fsanitize=address", "-ffp-contract=off"]
 
 
@@ -47,7 +45,17 @@ def test_every_pointer_of_a_structure_has_an_extent() -> None:
     assert {"x", "y", "codes", "outer_scale", "values", "low", "high", "table", "cells", "p", "g"} < seen
     for name in seen:
         # memory("codes", a.codes, ..), input(c, a.x, ..), codes(c, a, p.codes)
-        assert re.search(rf"(memory|part|input|codes)\([^;]*\b\w\.{name}\b|(memory|part|input)\([^;]*, {name},", rules), name
+        assert re.search(
+            rf"(memory|part|input|codes)\([^;]*\b\w\.{name}\b|(memory|part|input)\([^;]*, {name},", rules
+        ), name
+
+
+def test_intrinsics_are_in_simd_files_only() -> None:
+    """So that each kernel is written once; simd.h describes the names that every instruction set has."""
+    intrinsic = re.compile(r"\b_mm\d*_\w+\(|\b__m(128|256|512)|\bv\w+_[suf]\d+\(|__builtin_ia32")
+    found = {p.name for p in called.SOURCE.glob("*") if p.suffix in (".h", ".cpp") and intrinsic.search(p.read_text())}
+    assert {"simd_avx2.h", "simd_avx512.h", "simd_neon.h"} < found
+    assert {name for name in found if not name.startswith("simd_")} == {"platform.h"}  # how a waiting thread pauses
 
 
 def test_the_script_names_what_exists() -> None:

@@ -1,7 +1,8 @@
 // Argument rules of pw_block, see check.h.
 #pragma once
 
-#include "check.h"
+#include "check_attention.h"
+#include "check_linear.h"
 
 namespace check {
 

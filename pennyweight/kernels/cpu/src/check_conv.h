@@ -1,9 +1,81 @@
-// Argument rules of pw_conv_chain, see check.h.
+// Argument rules of convolutions and of chains of them, see check.h.
 #pragma once
 
 #include "check.h"
 
 namespace check {
+
+// Size of the output of a convolution along one axis; at most 0 if the kernel is larger than the padded input.
+inline int64_t conv_size(int64_t n, int64_t kernel, int64_t stride, int64_t pad, int64_t dilation) {
+    const int64_t rest = n + 2 * pad - dilation * (kernel - 1) - 1;
+    return rest < 0 ? 0 : rest / stride + 1;
+}
+
+inline int64_t conv_columns(const Conv& w) { return times({w.c / w.channels, w.kh, w.kw, over(w.channels, 4) * 4}); }
+
+inline bool conv_weight(Arguments& c, const Conv& w) {
+    constexpr int64_t SIDE = (int64_t)1 << 31, COLUMNS = 1 << 15;  // sums of COLUMNS products of bytes fit int32
+    return c.must(within(w.o, 0, SIDE) && within(w.c, 1, SIDE) && within(w.kh, 1, COLUMNS) && within(w.kw, 1, COLUMNS),
+                  "o, c and a kernel of sizes below 2**31") &&
+           c.must(within(w.channels, 1, COLUMNS) && w.c % w.channels == 0 && (w.channels == w.c || w.channels % 4 == 0),
+                  "channels that divide c, all or a multiple of 4") &&
+           c.must(times({w.kh, w.kw, over(w.channels, 4) * 4}) <= COLUMNS, "at most 2**15 columns in a sum") &&
+           c.must(within(w.bits, 1, 8) && within(w.center, 0, 255), "1 to 8 bits, center from 0 to 255") &&
+           c.must(is_float(w.scale), "scales of a float kind") &&
+           c.must(w.zero_point == NONE || is_integer(w.zero_point), "zero points I8 or U8") &&
+           c.must(within(w.one_scale, 0, 1) && (!w.one_scale || (w.channels == w.c && !w.zero_point)),
+                  "one scale alone, or scales of rows") &&
+           c.must(is_float(w.x) && is_float(w.act_scale), "x and scales of activations of a float kind") &&
+           c.must(within(w.act, FLOAT, STATIC), "act FLOAT to STATIC") &&
+           c.must(w.act != FLOAT || (w.x == F32 && w.c > 1), "act FLOAT for float32 and several input channels") &&
+           c.must(w.act == FLOAT || (within(w.act_lo, -128, 127) && within(w.act_hi, w.act_lo, 127)),
+                  "act_lo to act_hi within int8") &&
+           c.must(w.c == 1 || w.kp == over(conv_columns(w), 32) * 32, "kp of all columns in blocks of 32");
+}
+
+inline void conv_parts(Arguments& c, const Conv& w, const void* codes, const void* scale, const void* zero_point) {
+    const int64_t tiles = over(w.o, 16), each = times({tiles, w.c / w.channels, 16});
+    c.part("codes", codes, U8, w.c == 1 ? times({w.kh, w.kw, tiles, 16}) : times({tiles, w.kp / 32, 64 * w.bits}));
+    c.part("scale", scale, w.scale, w.one_scale ? (tiles > 0) : each);
+    c.part("zero_point", zero_point, w.zero_point, each);
+}
+
+inline bool convolution(const char* function, const Conv* conv, const ConvArgs* args) {
+    Arguments c(function);
+    c.memory("conv", conv, 1, sizeof *conv);
+    c.memory("args", args, 1, sizeof *args);
+    if (!c.fit()) return false;
+    const Conv& w = *conv;
+    const ConvArgs& a = *args;
+    constexpr int64_t SIDE = (int64_t)1 << 31;
+    if (!conv_weight(c, w) ||
+        !c.must(within(a.n, 0, SIDE) && within(a.h, 0, SIDE) && within(a.w, 0, SIDE) && within(a.groups, 1, SIDE),
+                "n, h, w and groups from 0 to 2**31") ||
+        !c.must(w.o % a.groups == 0, "groups that divide o") ||
+        !c.must(within(a.stride_h, 1, SIDE) && within(a.stride_w, 1, SIDE) && within(a.dilation_h, 1, SIDE) &&
+                    within(a.dilation_w, 1, SIDE),
+                "strides and dilations from 1 to 2**31") ||
+        !c.must(within(a.pad_h, 0, SIDE) && within(a.pad_w, 0, SIDE), "padding from 0 to 2**31") ||
+        !c.must(within(a.act_zero_point, -128, 127), "a zero point of int8") ||
+        !c.must(within(a.function, IDENTITY, HARDSWISH), "function IDENTITY to HARDSWISH") ||
+        !c.must(within(a.x_last, 0, 1) && within(a.y_last, 0, 1), "memory formats 0 or 1") ||
+        !bias_kind(c, a.bias, a.bias_kind) || !threads(c, a.threads) ||
+        !c.must(a.oh >= 1 && a.oh == conv_size(a.h, w.kh, a.stride_h, a.pad_h, a.dilation_h), "oh of a convolution") ||
+        !c.must(a.ow >= 1 && a.ow == conv_size(a.w, w.kw, a.stride_w, a.pad_w, a.dilation_w), "ow of a convolution") ||
+        !c.must(times({a.h + 2 * a.pad_h, a.w + 2 * a.pad_w, a.groups, w.c + 3, 4}) <= MOST,
+                "a padded sample below 2**40 bytes") ||
+        !c.must(times({a.n, w.o, a.oh, a.ow}) <= MOST, "an output below 2**40"))
+        return false;
+    c.memory("x", a.x, times({a.n, a.groups, w.c, a.h, a.w}), bytes_of(w.x));
+    c.memory("y", a.y, times({a.n, w.o, a.oh, a.ow}), bytes_of(w.x));
+    if (a.bias) c.memory("bias", a.bias, w.o, bytes_of(a.bias_kind));
+    conv_parts(c, w, a.codes, a.scale, a.zero_point);
+    if (w.act == STATIC) c.memory("act_scale", a.act_scale, 1, 4);
+    return c.fit();
+}
+
+// -- chains
+// ------------------------------------------------------------------------------------------------------------
 
 constexpr int64_t CHAIN_SIDE = (int64_t)1 << 31, CHAIN_SCRATCH = (int64_t)1 << 40;
 

@@ -12,17 +12,6 @@
 
 namespace {
 
-// Tiles and pixels whose sums are in registers, and tiles of the direct kernel.
-#if defined(__AVX512F__)
-constexpr int CONV_TILES = 4, CONV_PIXELS = 6, DIRECT_PIXELS = 8;
-#elif defined(__AVX2__)
-constexpr int CONV_TILES = 1, CONV_PIXELS = 4, DIRECT_PIXELS = 3;
-#elif defined(__ARM_FEATURE_DOTPROD)
-constexpr int CONV_TILES = 1, CONV_PIXELS = 6, DIRECT_PIXELS = 4;
-#else
-constexpr int CONV_TILES = 1, CONV_PIXELS = 1, DIRECT_PIXELS = 1;
-#endif
-
 constexpr int64_t CONV_BLOCK = 48;  // most pixels of a unit of work
 constexpr int64_t CONV_CHUNK = 64;  // fours of columns processed at a time: with the pixels they stay in the L1 cache
 

@@ -2,9 +2,8 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "check.h"
 #include "check_block.h"
-#include "check_conv.h"
+#include "check_extents.h"
 #include "cpu_features.h"
 #include "vtable.h"
 

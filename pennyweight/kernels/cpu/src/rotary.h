@@ -14,7 +14,6 @@
 
 namespace {
 
-constexpr int64_t MOST_CHANNELS = 1024;    // of a head, as check.h requires
 constexpr int64_t ROTARY_ELEMENTS = 1024;  // of a unit of work
 
 inline int64_t rotary_heads(const RotaryArgs& a) { return std::max<int64_t>(1, ROTARY_ELEMENTS / std::max(1, a.size)); }

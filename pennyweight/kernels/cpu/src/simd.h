@@ -6,7 +6,8 @@
 // Each simd_*.h also has the sizes of register blocks. TOKENS: tokens processed together per tile with one, two and
 // three limbs, and with 16-bit words. PAIRS: whether two tiles are processed together for one limb. FLOAT_ROWS and
 // DIRECT_ROWS: rows of x per tile of numbers, and of codes that are decoded directly; FLOAT_TILES and DIRECT_TILES:
-// tiles side by side.
+// tiles side by side. CONV_TILES, CONV_PIXELS: tiles and pixels of a convolution; DIRECT_PIXELS: pixels of a depthwise
+// one. CHAIN_TILES, and CHAIN_PIXELS by tiles - 1: the same in chains. DEPTHWISE_ROWS: whether depthwise_row() is used.
 //
 // A file that includes this one is compiled once per instruction set (see setup.py). Everything is in an anonymous
 // namespace: inline functions with external linkage would be merged across translation units, and AVX-512 code would
@@ -81,6 +82,15 @@ inline void fstore_bf16(uint16_t* p, F a) {
 }
 #endif
 #if !defined(__AVX512F__)
+// Transposes 4 x 4 quarters of four vectors.
+inline void exchange4(B* v) {
+    uint8_t from[4][64], to[64];
+    for (int i = 0; i < 4; ++i) bstore(from[i], v[i]);
+    for (int i = 0; i < 4; ++i) {
+        for (int j = 0; j < 4; ++j) memcpy(to + 16 * j, from[j] + 16 * i, 16);
+        v[i] = bload(to);
+    }
+}
 inline float fleast(F a) {
     float t[16];
     fstore(t, a);

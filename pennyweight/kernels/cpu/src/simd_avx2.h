@@ -18,6 +18,9 @@ using X = __m256i;
 constexpr int TOKENS[] = {4, 2, 1, 4};
 constexpr bool PAIRS = false;
 constexpr int FLOAT_ROWS = 4, DIRECT_ROWS = 2, FLOAT_TILES = 1, DIRECT_TILES = 2;
+constexpr int CONV_TILES = 1, CONV_PIXELS = 4, DIRECT_PIXELS = 3;
+constexpr int CHAIN_TILES = CONV_TILES, CHAIN_PIXELS[] = {CONV_PIXELS};
+constexpr bool DEPTHWISE_ROWS = false;
 
 // One expression of i for each of the two halves. Written out, because loops cost compile time.
 #define PW_EACH(type, expr)  \
@@ -240,5 +243,92 @@ inline void transpose4(B* v) {
     }
 }
 #undef PW_EACH
+
+template <bool ALL8> PW_INLINE I dot_bytes(I acc, B w, B x) {
+    for (int i = 0; i < 2; ++i) {
+#if defined(__AVXVNNI__)
+        acc.v[i] = _mm256_dpbusd_avx_epi32(acc.v[i], w.v[i], x.v[i]);
+#else
+        if (!ALL8) {
+            add_now(acc.v[i], _mm256_madd_epi16(_mm256_maddubs_epi16(w.v[i], x.v[i]), _mm256_set1_epi16(1)));
+            continue;
+        }
+        const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x.v[i], 8), 8), odd = _mm256_srai_epi16(x.v[i], 8);
+        add_now(acc.v[i], _mm256_madd_epi16(_mm256_and_si256(w.v[i], _mm256_set1_epi16(255)), even));
+        add_now(acc.v[i], _mm256_madd_epi16(_mm256_srli_epi16(w.v[i], 8), odd));
+#endif
+    }
+    return acc;
+}
+PW_INLINE B limbs32(I a, I b) {
+    B r;
+    for (int i = 0; i < 2; ++i) {
+        const __m256i v = _mm256_packs_epi32(a.v[i], b.v[i]),
+                      high = _mm256_srai_epi16(_mm256_add_epi16(v, _mm256_set1_epi16(128)), 8);
+        r.v[i] = _mm256_packs_epi16(high, _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8));
+    }
+    return r;
+}
+PW_INLINE B low_longs(B a, B b) {
+    return {{_mm256_unpacklo_epi64(a.v[0], b.v[0]), _mm256_unpacklo_epi64(a.v[1], b.v[1])}};
+}
+PW_INLINE B high_longs(B a, B b) {
+    return {{_mm256_unpackhi_epi64(a.v[0], b.v[0]), _mm256_unpackhi_epi64(a.v[1], b.v[1])}};
+}
+PW_INLINE B same8(const uint8_t* p) {
+    int64_t a;
+    memcpy(&a, p, 8);
+    return {{_mm256_set1_epi64x(a), _mm256_set1_epi64x(a)}};
+}
+template <int ORDER> PW_INLINE I shuffle(I a, I b) {
+    for (int i = 0; i < 2; ++i)
+        a.v[i] =
+            _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a.v[i]), _mm256_castsi256_ps(b.v[i]), ORDER));
+    return a;
+}
+PW_INLINE I even_words(I a, I b) { return shuffle<0x88>(a, b); }
+PW_INLINE I odd_words(I a, I b) { return shuffle<0xdd>(a, b); }
+PW_INLINE I low_halves(I a, I b) { return {{a.v[0], b.v[0]}}; }
+PW_INLINE I high_halves(I a, I b) { return {{a.v[1], b.v[1]}}; }
+template <int K> PW_INLINE B spread(B a) {
+    return {{_mm256_shuffle_epi32(a.v[0], K * 0x55), _mm256_shuffle_epi32(a.v[1], K * 0x55)}};
+}
+PW_INLINE B nibbles64(const uint8_t* p) {
+    B r;
+    for (int i = 0; i < 2; ++i) {
+        const __m256i v = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(p + 16 * i)));
+        r.v[i] = _mm256_and_si256(_mm256_or_si256(v, _mm256_slli_epi16(v, 4)), _mm256_set1_epi8(15));
+    }
+    return r;
+}
+PW_INLINE void interleave4(B* v) {
+    for (int i = 0; i < 2; ++i) {
+        const __m256i a = _mm256_unpacklo_epi8(v[0].v[i], v[1].v[i]), b = _mm256_unpackhi_epi8(v[0].v[i], v[1].v[i]);
+        const __m256i c = _mm256_unpacklo_epi8(v[2].v[i], v[3].v[i]), d = _mm256_unpackhi_epi8(v[2].v[i], v[3].v[i]);
+        v[0].v[i] = _mm256_unpacklo_epi16(a, c), v[1].v[i] = _mm256_unpackhi_epi16(a, c);
+        v[2].v[i] = _mm256_unpacklo_epi16(b, d), v[3].v[i] = _mm256_unpackhi_epi16(b, d);
+    }
+}
+
+constexpr int BYTE_ZERO = 0;
+inline B flip(B u) {
+    for (int i = 0; i < 2; ++i) u.v[i] = _mm256_xor_si256(u.v[i], _mm256_set1_epi8((char)0x80));
+    return u;
+}
+#if defined(__AVXVNNI__)
+inline I dot4_bytes(I acc, B w, X x) {
+    for (int i = 0; i < 2; ++i) acc.v[i] = _mm256_dpbusd_avx_epi32(acc.v[i], x, w.v[i]);
+    return acc;
+}
+#else
+inline I dot4_bytes(I acc, B w, X x) {
+    const __m256i even = _mm256_and_si256(x, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(x, 8);
+    for (int i = 0; i < 2; ++i) {
+        add_now(acc.v[i], _mm256_madd_epi16(_mm256_srai_epi16(_mm256_slli_epi16(w.v[i], 8), 8), even));
+        add_now(acc.v[i], _mm256_madd_epi16(_mm256_srai_epi16(w.v[i], 8), odd));
+    }
+    return acc;
+}
+#endif
 
 }  // namespace

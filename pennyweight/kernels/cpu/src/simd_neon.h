@@ -18,6 +18,9 @@ using X = int8x16_t;
 constexpr int TOKENS[] = {4, 2, 1, 4};
 constexpr bool PAIRS = false;
 constexpr int FLOAT_ROWS = 4, DIRECT_ROWS = 2, FLOAT_TILES = 1, DIRECT_TILES = 2;
+constexpr int CONV_TILES = 1, CONV_PIXELS = 6, DIRECT_PIXELS = 4;
+constexpr int CHAIN_TILES = CONV_TILES, CHAIN_PIXELS[] = {CONV_PIXELS};
+constexpr bool DEPTHWISE_ROWS = false;
 
 #define PW_EACH(type, expr)                    \
     type r;                                    \
@@ -187,5 +190,91 @@ inline void transpose4(B* v) {
     }
 }
 #undef PW_EACH
+
+template <bool ALL8> PW_INLINE I dot_bytes(I acc, B w, B x) {
+    for (int i = 0; i < 4; ++i) {
+        const int8x16_t y = vreinterpretq_s8_u8(x.v[i]);
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+        acc.v[i] = vusdotq_s32(acc.v[i], w.v[i], y);
+#else
+        acc.v[i] = vdotq_s32(acc.v[i], vreinterpretq_s8_u8(veorq_u8(w.v[i], vdupq_n_u8(ALL8 ? 0x80 : 0))), y);
+#endif
+    }
+    return acc;
+}
+PW_INLINE B limbs32(I a, I b) {
+    B r;
+    for (int i = 0; i < 4; ++i) {
+        const int16x8_t v = vcombine_s16(vmovn_s32(a.v[i]), vmovn_s32(b.v[i]));
+        const int8x8_t high = vmovn_s16(vshrq_n_s16(vaddq_s16(v, vdupq_n_s16(128)), 8));
+        r.v[i] = vreinterpretq_u8_s8(vcombine_s8(high, vmovn_s16(v)));
+    }
+    return r;
+}
+PW_INLINE B low_longs(B a, B b) {
+    for (int i = 0; i < 4; ++i)
+        a.v[i] = vreinterpretq_u8_u64(vzip1q_u64(vreinterpretq_u64_u8(a.v[i]), vreinterpretq_u64_u8(b.v[i])));
+    return a;
+}
+PW_INLINE B high_longs(B a, B b) {
+    for (int i = 0; i < 4; ++i)
+        a.v[i] = vreinterpretq_u8_u64(vzip2q_u64(vreinterpretq_u64_u8(a.v[i]), vreinterpretq_u64_u8(b.v[i])));
+    return a;
+}
+PW_INLINE B same8(const uint8_t* p) {
+    const uint8x16_t v = vcombine_u8(vld1_u8(p), vld1_u8(p));
+    return {{v, v, v, v}};
+}
+PW_INLINE I even_words(I a, I b) {
+    for (int i = 0; i < 4; ++i) a.v[i] = vuzp1q_s32(a.v[i], b.v[i]);
+    return a;
+}
+PW_INLINE I odd_words(I a, I b) {
+    for (int i = 0; i < 4; ++i) a.v[i] = vuzp2q_s32(a.v[i], b.v[i]);
+    return a;
+}
+PW_INLINE I low_halves(I a, I b) { return {{a.v[0], a.v[1], b.v[0], b.v[1]}}; }
+PW_INLINE I high_halves(I a, I b) { return {{a.v[2], a.v[3], b.v[2], b.v[3]}}; }
+template <int K> PW_INLINE B spread(B a) {
+    for (int i = 0; i < 4; ++i) a.v[i] = vreinterpretq_u8_u32(vdupq_laneq_u32(vreinterpretq_u32_u8(a.v[i]), K));
+    return a;
+}
+PW_INLINE B nibbles64(const uint8_t* p) {
+    B r;
+    for (int i = 0; i < 2; ++i) {
+        const uint8x16_t v = vld1q_u8(p + 16 * i), low = vandq_u8(v, vdupq_n_u8(15)), high = vshrq_n_u8(v, 4);
+        r.v[2 * i] = vzip1q_u8(low, high), r.v[2 * i + 1] = vzip2q_u8(low, high);
+    }
+    return r;
+}
+PW_INLINE void interleave4(B* v) {
+    for (int i = 0; i < 4; ++i) {
+        const uint16x8_t a = vreinterpretq_u16_u8(vzip1q_u8(v[0].v[i], v[1].v[i])),
+                         b = vreinterpretq_u16_u8(vzip2q_u8(v[0].v[i], v[1].v[i]));
+        const uint16x8_t c = vreinterpretq_u16_u8(vzip1q_u8(v[2].v[i], v[3].v[i])),
+                         d = vreinterpretq_u16_u8(vzip2q_u8(v[2].v[i], v[3].v[i]));
+        v[0].v[i] = vreinterpretq_u8_u16(vzip1q_u16(a, c)), v[1].v[i] = vreinterpretq_u8_u16(vzip2q_u16(a, c));
+        v[2].v[i] = vreinterpretq_u8_u16(vzip1q_u16(b, d)), v[3].v[i] = vreinterpretq_u8_u16(vzip2q_u16(b, d));
+    }
+}
+
+inline B flip(B u) {
+    for (int i = 0; i < 4; ++i) u.v[i] = veorq_u8(u.v[i], vdupq_n_u8(0x80));
+    return u;
+}
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int BYTE_ZERO = 0;
+inline I dot4_bytes(I acc, B w, X x) {
+    for (int i = 0; i < 4; ++i) acc.v[i] = vusdotq_s32(acc.v[i], vreinterpretq_u8_s8(x), vreinterpretq_s8_u8(w.v[i]));
+    return acc;
+}
+#else
+constexpr int BYTE_ZERO = 128;
+inline I dot4_bytes(I acc, B w, X x) {
+    const int8x16_t q = vreinterpretq_s8_u8(veorq_u8(vreinterpretq_u8_s8(x), vdupq_n_u8(0x80)));
+    for (int i = 0; i < 4; ++i) acc.v[i] = vdotq_s32(acc.v[i], vreinterpretq_s8_u8(w.v[i]), q);
+    return acc;
+}
+#endif
 
 }  // namespace

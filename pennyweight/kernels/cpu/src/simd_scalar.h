@@ -19,6 +19,9 @@ struct X {
 constexpr int TOKENS[] = {1, 1, 1, 1};
 constexpr bool PAIRS = false;
 constexpr int FLOAT_ROWS = 4, DIRECT_ROWS = 1, FLOAT_TILES = 1, DIRECT_TILES = 1;
+constexpr int CONV_TILES = 1, CONV_PIXELS = 1, DIRECT_PIXELS = 1;
+constexpr int CHAIN_TILES = CONV_TILES, CHAIN_PIXELS[] = {CONV_PIXELS};
+constexpr bool DEPTHWISE_ROWS = false;
 constexpr bool SIGNED_BYTES = false;
 
 #define PW_EACH(type, n, expr)                 \
@@ -212,5 +215,91 @@ inline void transpose4(B* v) {
     memcpy(v, t, sizeof t);
 }
 #undef PW_EACH
+
+// acc + products of unsigned and signed bytes, four for each lane. ALL8: w may have all bits set; if bytes are signed
+// (SIGNED_BYTES) it then counts from 128.
+template <bool ALL8> PW_INLINE I dot_bytes(I acc, B w, B x) {
+    for (int i = 0; i < 64; ++i) acc.v[i / 4] += (int32_t)w.v[i] * (int8_t)x.v[i];
+    return acc;
+}
+// Limbs of numbers of at most 16 bits: in each quarter the high ones of four lanes of a, of four of b, and the low
+// ones.
+PW_INLINE B limbs32(I a, I b) {
+    B r;
+    for (int i = 0; i < 32; ++i) {
+        const int32_t n = (i % 8 < 4 ? a : b).v[i / 8 * 4 + i % 4];
+        r.v[i / 8 * 16 + i % 8] = (uint8_t)((n + 128) >> 8), r.v[i / 8 * 16 + 8 + i % 8] = (uint8_t)n;
+    }
+    return r;
+}
+// In each quarter, the first, or the last, 8 bytes of a, then of b.
+PW_INLINE B low_longs(B a, B b) {
+    B r;
+    for (int i = 0; i < 64; ++i) r.v[i] = (i % 16 < 8 ? a : b).v[i / 16 * 16 + i % 8];
+    return r;
+}
+PW_INLINE B high_longs(B a, B b) {
+    B r;
+    for (int i = 0; i < 64; ++i) r.v[i] = (i % 16 < 8 ? a : b).v[i / 16 * 16 + 8 + i % 8];
+    return r;
+}
+// 8 bytes, eight times.
+PW_INLINE B same8(const uint8_t* p) {
+    B r;
+    for (int i = 0; i < 64; ++i) r.v[i] = p[i % 8];
+    return r;
+}
+// In each quarter, words 0 and 2, or 1 and 3, of a, then of b.
+PW_INLINE I even_words(I a, I b) {
+    I r;
+    for (int i = 0; i < 16; ++i) r.v[i] = (i % 4 < 2 ? a : b).v[i / 4 * 4 + i % 2 * 2];
+    return r;
+}
+PW_INLINE I odd_words(I a, I b) {
+    I r;
+    for (int i = 0; i < 16; ++i) r.v[i] = (i % 4 < 2 ? a : b).v[i / 4 * 4 + i % 2 * 2 + 1];
+    return r;
+}
+// The lower, or the upper, halves of a and b.
+PW_INLINE I low_halves(I a, I b) {
+    I r;
+    for (int i = 0; i < 16; ++i) r.v[i] = (i < 8 ? a : b).v[i % 8];
+    return r;
+}
+PW_INLINE I high_halves(I a, I b) {
+    I r;
+    for (int i = 0; i < 16; ++i) r.v[i] = (i < 8 ? a : b).v[i % 8 + 8];
+    return r;
+}
+// Word K of each quarter, four times.
+template <int K> PW_INLINE B spread(B a) {
+    B r;
+    for (int i = 0; i < 64; ++i) r.v[i] = a.v[i / 16 * 16 + 4 * K + i % 4];
+    return r;
+}
+// 64 codes of 4 bits.
+PW_INLINE B nibbles64(const uint8_t* p) {
+    B r;
+    for (int i = 0; i < 64; ++i) r.v[i] = (uint8_t)(p[i / 2] >> i % 2 * 4 & 15);
+    return r;
+}
+// Four rows of 64 bytes: quarter q of v[t] becomes [byte 16 * q + 4 * t + 0 to 3][row].
+PW_INLINE void interleave4(B* v) {
+    B r[4];
+    for (int t = 0; t < 4; ++t)
+        for (int i = 0; i < 64; ++i) r[t].v[i] = v[i % 4].v[i / 16 * 16 + 4 * t + i % 16 / 4];
+    memcpy(v, r, sizeof r);
+}
+
+// flip(u) of a code u with the center 128, and acc + sums of (x - BYTE_ZERO) * (u - 128) over four columns.
+constexpr int BYTE_ZERO = 0;  // the byte that contributes nothing
+inline B flip(B u) {
+    for (int i = 0; i < 64; ++i) u.v[i] ^= 0x80;
+    return u;
+}
+inline I dot4_bytes(I acc, B w, X x) {
+    for (int i = 0; i < 64; ++i) acc.v[i / 4] += (int32_t)(int8_t)w.v[i] * (uint8_t)x.v[i % 4];
+    return acc;
+}
 
 }  // namespace
