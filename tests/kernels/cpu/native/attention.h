@@ -242,7 +242,7 @@ void rotary() {
                {"no args", [&] { return (int64_t)pw_rotary(nullptr, 1); }},
                {"threads", broken([](RotaryArgs&) {}, 0)},
                {"batch", broken([](RotaryArgs& b) { b.batch = -1; })},
-               {"heads", broken([](RotaryArgs& b) { b.heads = b.shared + 1, b.shared = 2 * b.shared; })},
+               {"heads", broken([](RotaryArgs& b) { b.heads = 0; })},
                {"size", broken([](RotaryArgs& b) { b.size = 1025; })},
                {"past", broken([](RotaryArgs& b) { b.past = -1; })},
                {"stride", broken([](RotaryArgs& b) { b.k_stride = -1; })},

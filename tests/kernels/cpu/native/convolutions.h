@@ -121,7 +121,7 @@ void convolution() {
                {"kind of x", with([](W& v, A&) { v.x = I8; })},
                {"act", with([](W& v, A&) { v.act = FLOAT, v.x = BF16; })},
                {"act of no kind", with([](W& v, A&) { v.act = 4; })},
-               {"act_hi", with([](W& v, A&) { v.act_hi = 128; })},
+               {"act_hi", with([](W& v, A&) { v.act == FLOAT ? v.act = -1 : v.act_hi = 128; })},
                {"kind of scales of activations", with([](W& v, A&) { v.act_scale = NONE; })},
                {"n", with([](W&, A& b) { b.n = -1; })},
                {"h", with([](W&, A& b) { b.h = -1; })},
