@@ -14,9 +14,10 @@ from ..core.tensor import AffineQuantizedTensor
 from ..support.errors import ArgumentError, Refusal
 from .block import ACTIVATIONS, AttentionStep, Columns, LinearStep, Norm, NormStep, RotaryStep, Step, Steps
 from .cpu import int_linear
-from .cpu.attention import NORMS, ROTATIONS, RowNorm
-from .cpu.block import (
-    FUNCTIONS,
+from .cpu.abi import (
+    F32,
+    MOST_CHANNELS,
+    NONE,
     STEP_ATTENTION,
     STEP_LINEAR,
     STEP_NORM,
@@ -28,15 +29,15 @@ from .cpu.block import (
     BlockRotary,
     BlockStep,
     Buffer,
-    Span,
-    place_buffers,
+    IntLinear,
+    LinearArgs,
+    RowNorm,
 )
-from .cpu.block import Columns as NativeColumns
-from .cpu.library import F32, NONE, IntLinear, LinearArgs
+from .cpu.abi import Columns as NativeColumns
+from .cpu.block import FUNCTIONS, NORMS, ROTATIONS, Span, place_buffers
 from .native.arguments import FLOAT_KINDS, Operand
 from .table import case_of
 
-MOST_CHANNELS = 1024  # of a head, as in src/check.h
 _PARTS = ("zero_point", "offset", "outer_scale", "outer_offset")  # of an Operand, in the order of ``more``
 
 
@@ -296,14 +297,21 @@ class Structures:
     parts      parts of weights, and the fields for their addresses
     numbers    biases and parameters of norms, and the fields for their addresses
     zeros      zero points of static activations, their shifts, and the fields for their values
+    kept       owners of the memory that the structures point to
     """
 
     block: Block
     buffers: Any
-    address: int = 0
+    address: int
     parts: list[tuple[Tensor, Any, str]] = field(default_factory=list)
     numbers: list[tuple[Tensor, Any, str]] = field(default_factory=list)
     zeros: list[tuple[Tensor, int, Any]] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+
+    def keep(self, owner: Any) -> int:
+        """The address of a structure or array, which lives as long as these structures."""
+        self.kept.append(owner)
+        return ctypes.addressof(owner)
 
 
 def _norm(s: Structures, norm: Norm | None, to: RowNorm) -> None:
@@ -322,7 +330,7 @@ def _linear(s: Structures, g: LinearGroup) -> BlockLinear:
     kept = step.normed is not None and not g.first  # the first group has normalized the input
     args = (LinearArgs * count)()
     to = BlockLinear(
-        weights=g.weights, args=args, out=(ctypes.c_int32 * len(g.out))(*g.out), count=count,
+        weights=s.keep(g.weights), args=s.keep(args), out=s.keep((ctypes.c_int32 * len(g.out))(*g.out)), count=count,
         x=step.normed if kept else step.x, normed=-1 if kept or step.normed is None else step.normed,
         residual=-1 if step.residual is None else step.residual, function=FUNCTIONS[step.act], gated=step.gated,
     )  # fmt: skip
@@ -353,35 +361,30 @@ def structures(p: Plan) -> Structures:
         *(Buffer(None, n, at, kind) for n, at, kind in zip(p.steps.widths, p.offsets, kinds, strict=True))
     )
     native = (BlockStep * len(p.native))()
-    s = Structures(
-        Block(
-            steps=native, buffers=buffers, scratch=p.scratch, step_count=len(native), buffer_count=len(buffers),
-            threads=1,
-        ),
-        buffers,
-    )  # fmt: skip
+    block = Block(scratch=p.scratch, step_count=len(native), buffer_count=len(buffers), threads=1)
+    s = Structures(block, buffers, ctypes.addressof(block))
+    block.steps, block.buffers = s.keep(native), s.keep(buffers)
     for to, step in zip(native, p.native, strict=True):
         if isinstance(step, LinearGroup):
-            to.kind, to.linear = STEP_LINEAR, ctypes.pointer(_linear(s, step))
+            to.kind, to.linear = STEP_LINEAR, s.keep(_linear(s, step))
         elif isinstance(step, NormStep):
             norm = BlockNorm(x=step.x, out=step.out, residual=-1 if step.residual is None else step.residual)
-            to.kind, to.norm = STEP_NORM, ctypes.pointer(norm)
+            to.kind, to.norm = STEP_NORM, s.keep(norm)
             _norm(s, step.norm, norm.norm)
         elif isinstance(step, RotaryStep):
             rotary = BlockRotary(
                 q=_columns(step.q), k=_columns(step.k), v=_columns(step.v), heads=step.heads.query,
                 shared=step.heads.shared, size=step.heads.size, rotation=ROTATIONS[step.rotary], rotated=step.rotated,
             )  # fmt: skip
-            to.kind, to.rotary = STEP_ROTARY, ctypes.pointer(rotary)
+            to.kind, to.rotary = STEP_ROTARY, s.keep(rotary)
             _norm(s, step.q_norm, rotary.q_norm)
             _norm(s, step.k_norm, rotary.k_norm)
         else:
             to.kind = STEP_ATTENTION
-            to.attention = ctypes.pointer(
+            to.attention = s.keep(
                 BlockAttention(
                     q=_columns(step.q), k=_columns(step.k), v=_columns(step.v), out=step.out, heads=step.heads.query,
                     shared=step.heads.shared, size=step.heads.size, scale=step.scale, softcap=step.softcap,
                 )
             )  # fmt: skip
-    s.address = ctypes.addressof(s.block)
     return s

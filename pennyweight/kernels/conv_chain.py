@@ -29,10 +29,9 @@ from ..core.tensor import AffineQuantizedTensor
 from .activation import static_params
 from .block import ACTIVATIONS
 from .cpu import conv
-from .cpu.library import NONE, STATIC, Conv
+from .cpu.abi import NONE, STATIC, Conv
 from .table import case_of
 
-# In the order of Function in cpu/src/abi.h.
 FUNCTIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
     None: lambda x: x,
     **ACTIVATIONS,  # type: ignore[dict-item]

@@ -6,14 +6,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..kernels.cpu import optimizer as native
+from ..kernels.cpu import abi
 from .base import LowBitOptimizer, check_ways
 from .update_rules import adam
 
 
 class _Adam(LowBitOptimizer):
     STATES: ClassVar = {"exp_avg": "signed", "exp_avg_sq": "squares", "max_exp_avg_sq": "peaks"}
-    RULE: ClassVar = (adam, native.ADAM)
+    RULE: ClassVar = (adam, abi.RULE_ADAM)
     DECOUPLED: ClassVar = False  # decoupled weight decay (on the parameter, not the gradient)
     BLOCK: ClassVar = 256
 

@@ -23,6 +23,7 @@ from ..distributed.dtensor import (
     mesh_coordinate,
     wrap_like,
 )
+from ..kernels.cpu import abi
 from ..kernels.cpu import optimizer as native
 from ..support.arguments import check_number, did_you_mean, hint, show
 from ..support.errors import ArgumentTypeError
@@ -228,7 +229,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
             self._plain(local, g, states, kept, c, key, count, group, stochastic)
             return None, None
         values, g = local.contiguous(), g.contiguous()
-        flags = native.MAXIMIZE * bool(group["maximize"]) + native.NESTEROV * bool(group.get("nesterov"))
+        flags = abi.MAXIMIZE * bool(group["maximize"]) + abi.NESTEROV * bool(group.get("nesterov"))
         made = self._jobs.get(p)
         where = (values.data_ptr(), values.numel(), values.dtype, key, *(_address(s) for s in states))
         if made is None or made[0] != where:
@@ -236,7 +237,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
             where_blocks = StateBlocks(1, 1, 1, 1) if block is None else state_blocks(local.shape, block)
             job = native.job(values, states, [(k.stochastic, k.power) for k in kept], self.RULE[1], where_blocks, key)
             self._jobs[p] = made = (where, job)
-        native.set_step(made[1], g, flags + native.STOCHASTIC * stochastic, turn, c)
+        native.set_step(made[1], g, flags + abi.STOCHASTIC * stochastic, turn, c)
         return made[1], (local, values, g)
 
     def _plain(

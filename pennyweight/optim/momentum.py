@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..kernels.cpu import optimizer as native
+from ..kernels.cpu import abi
 from .base import LowBitOptimizer, check_ways
 from .update_rules import lion, sgd
 
@@ -16,7 +16,7 @@ class Lion8bit(LowBitOptimizer):
 
     STATES: ClassVar = {"exp_avg": "signed"}
     BITS: ClassVar = "8bit"
-    RULE: ClassVar = (lion, native.LION)
+    RULE: ClassVar = (lion, abi.RULE_LION)
 
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
@@ -40,7 +40,7 @@ class SGD8bit(LowBitOptimizer):
 
     STATES: ClassVar = {"momentum_buffer": "signed"}
     BITS: ClassVar = "8bit"
-    RULE: ClassVar = (sgd, native.SGD)
+    RULE: ClassVar = (sgd, abi.RULE_SGD)
     STEPLESS: ClassVar = True
 
     def __init__(

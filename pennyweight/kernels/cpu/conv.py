@@ -30,9 +30,10 @@ from ..native import arguments
 from ..native import conv as native_conv
 from ..table import Case, Kernel, case_of, register_kernel
 from ..target import target_of
+from .abi import CONV_WEIGHT, FLOAT, NONE, Conv
 from .int_linear import describe as describe_linear
 from .int_linear import map_groups, padded_columns, tile_rows, untile_rows
-from .library import FLOAT, KINDS, NONE, Conv, usable
+from .library import KINDS, usable
 from .pack_ops import STEP, TILE, pack_codes, unpack_codes
 
 MOST_COLUMNS = 1 << 15  # of one integer sum: 2**15 * 255 * 128 < 2**31
@@ -215,7 +216,7 @@ class Bound(NamedTuple):
 def bind(case: Case) -> Bound:
     """The kernel specialized for one case: a call, and parts of a weight -> its checked operand."""
     struct = describe(replace(case, spec=case.spec.with_(layout="plain")))
-    check = arguments.operands(f"convolution {list(case.shape)} {case.spec}", native_conv.conv_parts(struct), 0)
+    check = arguments.operands(f"convolution {list(case.shape)} {case.spec}", arguments.extents(CONV_WEIGHT, struct), 0)
     act = case.act
     shift = 128 if act is not None and act.spec.format is UINT8 else 0
 

@@ -6,9 +6,7 @@ quantizes the others.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_int32
 from functools import lru_cache
 from typing import Any
 
@@ -23,25 +21,16 @@ from ...core.quantize_backends import CONVERSIONS, QuantizeBackend, QuantizeResu
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ..native import convert as native_convert
-from ..native.convert import GIVEN
+from .abi import BITS, E8M0, GIVEN, MINMAX, NO_CLIP, RULE_ASYMMETRIC, RULE_SYMMETRIC, TILES, Rounding
 from .int_linear import fits, map_groups, tile_rows
-from .library import BITS, E8M0, KINDS, TILES, usable
+from .library import KINDS, usable
 from .matrix_view import FLOATS, Affine, affine, part_kind, threads_for
 
-SYMMETRIC, NO_CLIP, ASYMMETRIC, MINMAX = range(1, 5)  # as in src/abi.h
-_RULES = {"symmetric": SYMMETRIC, "symmetric_no_clip": NO_CLIP, "asymmetric": ASYMMETRIC, "minmax": MINMAX}
+_RULES = {
+    "symmetric": RULE_SYMMETRIC, "symmetric_no_clip": NO_CLIP, "asymmetric": RULE_ASYMMETRIC, "minmax": MINMAX,
+}  # fmt: skip
 # Rules that depend only on the minimum and maximum of a block, so that they can be computed from those.
 _BY_RANGE = (*_RULES, "mx_floor", "mx_ceil", "mx_even", "mx_rceil")
-
-
-class Rounding(ctypes.Structure):
-    """Quantization of a float matrix to integer codes; see src/abi.h."""
-
-    _fields_ = (
-        ("to", Affine), ("rule", c_int32),
-        *((name, c_float) for name in ("lo", "hi", "mid", "floor", "large", "part", "rest")),
-    )  # fmt: skip
-
 
 # -- codes to floats -------------------------------------------------------------------------------------------------
 

@@ -23,8 +23,9 @@ from .. import embedding
 from ..graph_weight import LIBRARY, flatten, key_of, nest, parse_key
 from ..table import Case, Kernel, register_kernel
 from . import float_linear, int_linear
+from .abi import E8M0
 from .convert import floats_of
-from .library import E8M0, usable
+from .library import usable
 from .matrix_view import affine, part_kind
 from .pack_ops import TILE
 

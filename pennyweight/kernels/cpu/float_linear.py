@@ -25,16 +25,16 @@ from ...core.tracing import plain_tensors
 from ..native import arguments
 from ..native import linear as native_linear
 from ..table import Bound, Case, Kernel, case_of, register_kernel
-from . import library
+from . import abi
+from .abi import INTEGER, SMALL_FLOAT, TABLE16, TABLE256, FloatLinear
 from .int_linear import coded_fits, is_coded_scale, padded_columns, tile_rows, untile_rows
-from .library import KINDS, FloatLinear, usable
+from .library import KINDS, usable
 from .pack_ops import STEP, TILE, pack_codes, pack_stream, unpack_codes
 
 HALF = 16  # group sizes are multiples of this
 SUM_BLOCK = 256  # maximum columns of one float32 sum: longer ones lose precision
-TABLE16, SMALL_FLOAT, TABLE256, INTEGER = range(4)  # as in src/abi.h
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_NESTED = {E8M0: library.E8M0, E4M3: library.E4M3, INT8: library.I8}  # in addition to coded scales
+_NESTED = {E8M0: abi.E8M0, E4M3: abi.E4M3, INT8: abi.I8}  # in addition to coded scales
 
 
 # -- the layout ------------------------------------------------------------------------------------------------------

@@ -25,8 +25,9 @@ from ...core.tensor import AffineQuantizedTensor as QT
 from ..native import arguments
 from ..native import linear as native_linear
 from ..table import Bound, Case, Kernel, Together, case_of, register_kernel
-from .library import ASYMMETRIC, FLOAT, KINDS, NONE, STATIC, SYMMETRIC, IntLinear, usable
-from .library import E8M0 as E8M0_KIND
+from .abi import ASYMMETRIC, FLOAT, INT_WEIGHT, NONE, STATIC, SYMMETRIC, IntLinear
+from .abi import E8M0 as E8M0_KIND
+from .library import KINDS, usable
 from .pack_ops import STEP, TILE, pack_codes, pack_stream, unpack_codes
 
 INPUT_BLOCK = 128  # maximum columns of a float input that share a power of two
@@ -276,7 +277,7 @@ def bind(case: Case) -> Bound:
 
 def _operands(case: Case, struct: IntLinear) -> Callable[[Any], arguments.Operand]:
     """Parts of a weight of this case -> operand of the native product."""
-    act, expected = case.act, native_linear.int_parts(struct)
+    act, expected = case.act, arguments.extents(INT_WEIGHT, struct)
     nested, under = isinstance(case.spec.scale, QuantSpec), struct.outer > 0
     inner = under and case.spec.offset is not None
     zero_shift = 128 if act is not None and act.spec.format is UINT8 else 0

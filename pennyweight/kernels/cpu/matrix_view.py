@@ -1,13 +1,8 @@
-"""Describes quantized tensors for the native conversions: a matrix of codes with parts per row and group.
-
-Mirrors src/abi.h.
-"""
+"""Describes quantized tensors for the native conversions: a matrix of codes with parts per row and group."""
 
 from __future__ import annotations
 
-import ctypes
 import math
-from ctypes import c_int32, c_int64, c_void_p
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,25 +14,20 @@ from ...core.formats import E2M3, E3M2, E4M3, E5M2, E8M0, Format
 from ...core.spec import QuantSpec
 from ...core.tracing import plain_tensors
 from ..native import arguments
-from .library import BITS, KINDS, NONE, PLAIN, TILES
-from .library import E8M0 as E8M0_KIND
+from . import abi
+from .abi import BITS, LOOKUP, MINIFLOAT, NONE, PLAIN, SIGNED, TILES, UNSIGNED
+from .abi import E8M0 as E8M0_KIND
+from .library import KINDS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 STORES = {"plain": PLAIN, "bits": BITS, "cpu": TILES, "cpu_float": TILES}
-UNSIGNED, SIGNED, MINIFLOAT, LOOKUP = range(4)  # interpretation of a byte of codes
 # Mantissa bits, exponent bias, smallest code magnitude that is inf or NaN. Other floats use tables.
 _MINIFLOATS = {E4M3: (3, 7, 0x7F), E5M2: (2, 15, 0x7C), E3M2: (2, 3, 1 << 8), E2M3: (3, 1, 1 << 8)}
 
 
-class Affine(ctypes.Structure):
+class Affine(abi.Affine):
     """A quantized matrix; see src/abi.h."""
 
-    _fields_ = (
-        *((name, c_int64) for name in ("n", "k", "width", "stride", "group", "groups", "row_block")),
-        *((name, c_int32) for name in ("store", "bits", "numbers", "center", "mantissa", "bias", "special")),
-        *((name, c_int32) for name in ("scale", "zero_point", "offset", "x", "zero_bits", "zero_lo")),
-        ("table", c_void_p),
-    )
     kept: Tensor | None = None  # owner of the memory of ``table``
 
     def copy(self) -> Affine:

@@ -1,67 +1,36 @@
 """Native optimizer steps with quantized states: reads, updates and requantizes each block while it is in the cache.
 
-Mirrors src/abi.h; the arithmetic is in src/optimizer.h. States can use any table format or float8.
+The arithmetic is in src/optimizer.h. States can use any table format or float8.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...core import blocks
 from ...core.formats import E4M3, UFLOAT4, UFLOAT8, Format, decision_levels
-from ...core.packing import stream_shape
 from ...core.tensor import AffineQuantizedTensor
 from ...core.tracing import in_memory, plain_tensors
 from ...support.errors import ArgumentError
 from ..native import arguments
 from ..native import convert as native_convert
+from .abi import OPTIM_STATES, STATE_FLOAT, STATE_TABLE, STATE_UFLOAT, CodeTable, OptimJob
 from .library import KINDS, usable
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_FLOAT, _TABLE, _UFLOAT = range(3)
-ADAM, LION, SGD = range(3)
-MAXIMIZE, NESTEROV, STOCHASTIC = 1, 2, 4
 # Mantissa bits, and the first code that has them; smaller codes have one bit less.
 UFLOATS = {UFLOAT8: (4, 128), UFLOAT4: (1, 0)}
 _CHUNK = 1024  # elements of a float state per chunk
 
 
-class CodeTable(ctypes.Structure):
-    """Numbers of a format and lookup of the nearest; see src/abi.h."""
+class Job(OptimJob):
+    """One step of one parameter; see src/abi.h."""
 
-    _fields_ = (
-        ("cells", c_void_p), ("values", c_void_p),
-        *((name, c_int32) for name in ("shift", "first", "last", "negative", "mirror")),
-    )  # fmt: skip
-
-
-class State(ctypes.Structure):
-    """One state of a parameter."""
-
-    _fields_ = (
-        ("codes", c_void_p), ("scale", c_void_p), ("table", c_void_p),
-        *((name, c_int32) for name in ("kind", "bits", "stochastic", "power")),
-        *((name, c_int32) for name in ("shift", "base", "top", "split", "low")), ("hi", c_float),
-    )  # fmt: skip
-
-
-class Job(ctypes.Structure):
-    """One step of one parameter."""
-
-    _fields_ = (
-        ("p", c_void_p), ("g", c_void_p),
-        *((name, c_int64) for name in ("count", "slab", "block", "inner", "row")),
-        *((name, c_int32) for name in ("p_kind", "g_kind", "rule", "flags", "states")),
-        ("key", c_uint32 * 2), ("turn", c_uint32), ("c", c_float * 8), ("state", State * 3),
-    )  # fmt: skip
     kept: list[Any]  # owners of the memory of tables
 
 
@@ -175,27 +144,36 @@ def job(
     j.key[:], j.kept = key, []
     for slot, state, (stochastic, power) in zip(j.state, states, kept, strict=False):
         if not isinstance(state, AffineQuantizedTensor):
-            what = "optimizer step: float state"
-            slot.codes, slot.kind = arguments.address(state, what, (torch.float32,), p.numel(), exact=True), _FLOAT
+            slot.kind = STATE_FLOAT
             continue
-        f, scale, what = state.spec.format, state._scale, f"optimizer step: state {list(state.shape)} {state.spec}"
-        if state.shape != p.shape or scale is None:
-            raise ArgumentError(f"{what} does not match a parameter {list(p.shape)}")
-        stored, dtype = state.spec.codes_shape(tuple(state.shape)), f.code_dtype
-        if state.spec.layout == "bits":
-            stored, dtype = stream_shape(stored, f.bits), torch.uint8
-        scales = math.prod(blocks.counts(state.spec.block, tuple(state.shape)))
-        slot.codes = arguments.address(state._codes, f"{what}: codes", (dtype,), math.prod(stored), exact=True)
-        slot.scale = arguments.address(scale, f"{what}: scale", (torch.float32,), scales, exact=True)
+        f = state.spec.format
+        if state.shape != p.shape or state._scale is None:
+            raise ArgumentError(f"{_what(state)} does not match a parameter {list(p.shape)}")
         slot.bits = f.bits
         slot.hi, slot.stochastic, slot.power = max(f.hi, -f.lo), int(stochastic), int(power)
         if f in UFLOATS:
-            slot.kind, slot.top = _UFLOAT, (1 << f.bits) - 1
+            slot.kind, slot.top = STATE_UFLOAT, (1 << f.bits) - 1
             slot.shift, slot.base, slot.split, slot.low = ufloat(f)
         else:
             j.kept.append(code_table(f))
-            slot.kind, slot.table = _TABLE, ctypes.addressof(j.kept[-1][0])
+            slot.kind, slot.table = STATE_TABLE, ctypes.addressof(j.kept[-1][0])
+    parts = iter(arguments.extents(OPTIM_STATES, j))
+    for slot, state in zip(j.state, states, strict=False):
+        codes, scale, what = next(parts), next(parts), _what(state)
+        if not isinstance(state, AffineQuantizedTensor):
+            slot.codes = arguments.address(state, what, (torch.float32,), codes.least, exact=True)
+            continue
+        dtype = torch.uint8 if state.spec.layout == "bits" else state.spec.format.code_dtype
+        slot.codes = arguments.address(state._codes, f"{what}: codes", (dtype,), codes.least, exact=True)
+        assert state._scale is not None  # as above
+        slot.scale = arguments.address(state._scale, f"{what}: scale", (torch.float32,), scale.least, exact=True)
     return j
+
+
+def _what(state: Tensor) -> str:
+    if not isinstance(state, AffineQuantizedTensor):
+        return "optimizer step: float state"
+    return f"optimizer step: state {list(state.shape)} {state.spec}"
 
 
 def set_step(j: Job, g: Tensor, flags: int, turn: int, c: Sequence[float]) -> None:
@@ -208,7 +186,7 @@ def set_step(j: Job, g: Tensor, flags: int, turn: int, c: Sequence[float]) -> No
 
 def run(jobs: Sequence[Any]) -> None:
     """Run all steps, with torch's number of threads."""
-    every = (Job * len(jobs))(*jobs)
+    every = (OptimJob * len(jobs))(*jobs)
     elements = sum(j.count for j in jobs)
     threads = max(1, min(torch.get_num_threads(), elements >> 15))
     native_convert.optimizer_steps(every, len(jobs), threads)

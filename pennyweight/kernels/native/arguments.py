@@ -2,13 +2,14 @@
 
 C++ receives addresses and sizes and trusts them. So each function of this folder takes tensors, checks the device,
 dtype, element count, contiguity and combination that the native code expects, and raises
-:class:`~pennyweight.support.errors.ArgumentError` otherwise, before it takes an address. The extents are those that
-cpu/src/*.h read and write; a debug build of the library asserts them again (cpu/src/check.h). A test holds that no
-other file calls the native library.
+:class:`~pennyweight.support.errors.ArgumentError` otherwise, before it takes an address. The extents of parts are
+asked of the library, which checks them again at each call and asserts them in a debug build (cpu/src/check.h). A test
+holds that no other file calls the native library.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from ...core.tracing import in_memory
 from ...support.errors import ArgumentError
 from ..cpu import library
-from ..cpu.library import BF16, E4M3, E8M0, F16, F32, I8, NONE, U8
+from ..cpu.abi import BF16, E4M3, E8M0, F16, F32, I8, INVALID, NONE, U8, Extent
 
 PLAIN = (Tensor, torch.nn.Parameter)
 FLOAT_KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
@@ -78,7 +79,7 @@ def optional_address(t: Tensor | None, what: str, kind: int, least: int) -> int 
 
 def check_status(status: int, what: str) -> None:
     """Raise the error for a status of the native library; 0 is success."""
-    if status == library.INVALID:
+    if status == INVALID:
         raise ArgumentError(
             f"{what}: the native library rejected inconsistent arguments; was a part of a quantized tensor resized, or "
             "its memory freed?"
@@ -111,6 +112,18 @@ class Part(NamedTuple):
     name: str
     kind: int
     least: int
+
+
+def extents(described: int, structure: ctypes.Structure) -> tuple[Part, ...]:
+    """The parts that native code reads of what a structure describes, as src/check.h checks them at each call.
+
+    described: a value of Described in src/abi.h. Raises ArgumentError if the structure is inconsistent.
+    """
+    rows = (Extent * 8)()
+    count = native_function("pw_extents")(described, ctypes.addressof(structure), ctypes.addressof(rows), len(rows))
+    if count < 0:
+        check_status(INVALID, type(structure).__name__)
+    return tuple(Part(row.name.decode(), row.kind, row.count) for row in rows[:count])
 
 
 def count_tiles(n: int) -> int:

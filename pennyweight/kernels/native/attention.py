@@ -20,11 +20,11 @@ from ...core.tensor import AffineQuantizedTensor
 from ...core.tracing import in_memory
 from ...support.errors import ArgumentError
 from ..block import Norm
-from ..cpu.attention import NORMS, ROTATIONS, AttentionArgs, CacheCodes, RotaryArgs
-from ..cpu.library import KINDS, NONE, U8
+from ..cpu.abi import MOST_CHANNELS, NONE, U8, AttentionArgs, CacheCodes, RotaryArgs
+from ..cpu.block import NORMS, ROTATIONS
+from ..cpu.library import KINDS
 from .arguments import FLOAT_KINDS, address, check_status, native_function
 
-MOST_CHANNELS = 1024  # of a head, as in src/check.h
 _FLOATS = tuple(FLOAT_KINDS)
 _PAST = ("past keys", "past values")
 _READ = "codes of a cache"  # key of a structure among what a tensor keeps

@@ -18,8 +18,8 @@ from ...core.tracing import is_observed
 from ...support.errors import ArgumentError, Refusal
 from ..block import AttentionStep, Call, Steps
 from ..block_plan import Plan, Structures, indices, plan, structures
-from ..cpu.attention import CacheCodes
-from ..cpu.library import U8, usable
+from ..cpu.abi import U8, CacheCodes
+from ..cpu.library import usable
 from .arguments import CPU, FLOAT_KINDS, PLAIN, address, check_status, native_function
 from .attention import cache_codes, past_reason
 
@@ -47,6 +47,7 @@ class _Ready:
     def __init__(self, plan: Plan) -> None:
         s: Structures = structures(plan)
         self.block, self.buffers, self.address, self.zeros = s.block, s.buffers, s.address, s.zeros
+        self.kept = s.kept
         self.input, self.output = s.buffers[0], s.buffers[1]
         parts = [*s.parts, *s.numbers]
         self.parameters = [p for p, _, _ in parts]

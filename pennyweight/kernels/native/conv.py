@@ -11,32 +11,18 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from ...core.tracing import in_memory
-from ..cpu.library import U8, Conv, ConvArgs
+from ..cpu.abi import Conv, ConvArgs
 from .arguments import (
     FLOAT_KINDS,
-    TILE,
     Operand,
-    Part,
     address,
     changed_part,
     check_status,
-    count_tiles,
     native_function,
 )
 
 _CHANNELS_LAST = torch.channels_last
 ConvolutionProduct = Callable[..., "Tensor | None"]
-
-
-def conv_parts(w: Conv) -> tuple[Part, ...]:
-    """Codes, scale and zero point of a weight; see struct Conv in src/abi.h."""
-    tiles, sets = count_tiles(w.o), w.c // w.channels
-    codes = w.kh * w.kw * tiles * TILE if w.c == 1 else tiles * (w.kp // 32) * 64 * w.bits
-    count = tiles * sets * TILE
-    return (
-        Part("codes", U8, codes), Part("scale", w.scale, 1 if w.one_scale else count),
-        Part("zero_point", w.zero_point, count),
-    )  # fmt: skip
 
 
 def convolution_sizes(

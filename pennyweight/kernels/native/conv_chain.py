@@ -17,7 +17,6 @@ from torch import Tensor
 from ...core.tracing import in_memory
 from ...support.errors import ArgumentError
 from ..conv_chain import (
-    FUNCTIONS,
     AddStep,
     ConvChain,
     ConvStep,
@@ -30,22 +29,24 @@ from ..conv_chain import (
     structure,
 )
 from ..cpu import library
-from ..cpu.library import (
+from ..cpu.abi import (
     CHAIN_ADD,
     CHAIN_CONV,
     CHAIN_INPUT,
     CHAIN_MAX,
     CHAIN_MEAN,
+    CONV_WEIGHT,
+    F32,
     Chain,
     ChainInput,
     ChainStep,
     ChainTensor,
 )
-from .arguments import TILE, address, check_status, count_tiles, native_function, optional_address
-from .conv import _CHANNELS_LAST, conv_parts, convolution_sizes
+from ..cpu.block import FUNCTIONS
+from .arguments import TILE, address, check_status, count_tiles, extents, native_function, optional_address
+from .conv import _CHANNELS_LAST, convolution_sizes
 
 _KINDS = {InputStep: CHAIN_INPUT, ConvStep: CHAIN_CONV, MaxStep: CHAIN_MAX, MeanStep: CHAIN_MEAN, AddStep: CHAIN_ADD}
-_NUMBERS = {name: i for i, name in enumerate(FUNCTIONS)}
 MOST_SIZES = 8  # of inputs, whose structures are kept
 Size = tuple[int, int, int]
 
@@ -60,7 +61,7 @@ def compile_chain(chain: ConvChain) -> NativeChain | str:
             reason = fits(step.weight, step.groups)
             if reason:
                 return reason
-            if step.function not in _NUMBERS:
+            if step.function not in FUNCTIONS:
                 return f"the function {step.function!r} is not known"
             if step.bias is not None and not bool(torch.isfinite(step.bias).all()):
                 return "a bias is not finite"
@@ -73,7 +74,7 @@ class _Weight:
     def __init__(self, step: ConvStep) -> None:
         w: Any = step.weight
         self.struct = structure(w)
-        parts = conv_parts(self.struct)
+        parts = extents(CONV_WEIGHT, self.struct)
         what = f"convolution {list(w.shape)}"
         weight_parts = w.parts
         optional_address(weight_parts.codes, f"{what}: codes", parts[0].kind, parts[0].least)
@@ -185,11 +186,11 @@ class NativeChain:
         places, scratch = _places(steps, self.chain.outputs, self.formats, shapes, margins)
         tensors = (ChainTensor * (1 + max(shapes)))()
         for t in range(len(tensors)):  # those of no step
-            tensors[t] = ChainTensor(1, 1, 1, 0, 0, -1, 0, None, 0, 0, 0, library.F32, -1)
+            tensors[t] = ChainTensor(1, 1, 1, 0, 0, -1, 0, None, 0, 0, 0, F32, -1)
         for t, (c, h, w) in shapes.items():
             codes, m = self.formats[t].codes, margins.get(t, (0, 0))
             output = self.chain.outputs.index(t) if t in self.chain.outputs else -1
-            scale, rest = None, (0, 0, 0, library.F32)
+            scale, rest = None, (0, 0, 0, F32)
             if codes is not None:
                 scale, rest = self._scales[codes].data_ptr(), codes[1:]
             tensors[t] = ChainTensor(c, h, w, *m, *places[t], scale, *rest, output)
@@ -306,7 +307,7 @@ def _fill(to: ChainStep, step: Any, weight: _Weight | None) -> None:
         to.kh, to.kw = (int(k) for k in step.weight.shape[2:])
         (to.stride_h, to.stride_w), (to.pad_h, to.pad_w) = step.stride, step.padding
         (to.dilation_h, to.dilation_w), to.groups = step.dilation, step.groups
-        to.function, to.conv = _NUMBERS[step.function], ctypes.addressof(weight.struct)
+        to.function, to.conv = FUNCTIONS[step.function], ctypes.addressof(weight.struct)
         to.codes, to.scale, to.sums = weight.codes.data_ptr(), weight.scale.data_ptr(), weight.sums.data_ptr()
         to.bias = None if weight.bias is None else weight.bias.data_ptr()
 

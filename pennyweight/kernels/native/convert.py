@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,30 +15,29 @@ from torch import Tensor
 
 from ...core.call_site import in_layer
 from ...support.errors import ArgumentError
-from ..cpu import library
-from ..cpu.library import KINDS, U8
+from ..cpu.abi import GGUF_BLOCKS, GGUF_PIECE, GIVEN, MATRIX, MATRIX_BY_ROW, Affine
+from ..cpu.library import KINDS
 from .arguments import (
     DTYPES,
     FLOAT_KINDS,
-    TILE,
     Part,
     address,
     check_status,
     count_tiles,
+    extents,
     native_function,
     optional_address,
 )
 
-GIVEN = 0  # rule of a Rounding with given parameters; see src/abi.h
 _BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
 
 def pack_codes(codes: Tensor, columns: int, bits: int, flip: int, out: Tensor) -> None:
     """codes: uint8 [n, k] -> out: uint8 [tiles of n, columns / 32 * 64 * bits]; see src/pack.h."""
     n, k = _sizes(codes, "pack: codes")
-    _tile_arguments("pack", k, columns, bits)
+    size = _tile_bytes("pack", n, k, columns, bits)
     source = address(codes, "pack: codes", _BYTES, n * k)
-    target = address(out, "pack: packed codes", (torch.uint8,), count_tiles(n) * columns * 2 * bits, exact=True)
+    target = address(out, "pack: packed codes", (torch.uint8,), size, exact=True)
     if n and columns:
         check_status(
             native_function("pw_pack_codes")(source, n, k, columns, bits, flip & 255, target, torch.get_num_threads()),
@@ -48,14 +48,14 @@ def pack_codes(codes: Tensor, columns: int, bits: int, flip: int, out: Tensor) -
 def pack_stream(stream: Tensor, k: int, columns: int, bits: int, pad: int, out: Tensor) -> None:
     """As :func:`pack_codes`, from bit streams. stream: uint8 [n, ceil(k * bits / 8)]; pad: the code of padding."""
     n, width = _sizes(stream, "pack: bit stream")
-    _tile_arguments("pack", k, columns, bits)
+    size = _tile_bytes("pack", n, k, columns, bits)
     if k < 0 or width != -(-k * bits // 8) or not 0 <= pad < 1 << bits:
         raise ArgumentError(
             f"pack: got a bit stream {list(stream.shape)} and padding {pad} for {k} columns of {bits} bits; expected "
             f"{-(-k * bits // 8)} bytes in a row, and padding from 0 to {(1 << bits) - 1}"
         )
     source = address(stream, "pack: bit stream", (torch.uint8,), n * width)
-    target = address(out, "pack: packed codes", (torch.uint8,), count_tiles(n) * columns * 2 * bits, exact=True)
+    target = address(out, "pack: packed codes", (torch.uint8,), size, exact=True)
     if n and columns:
         status = native_function("pw_pack_stream")(source, n, k, columns, bits, pad, target, torch.get_num_threads())
         check_status(status, "pack")
@@ -64,8 +64,7 @@ def pack_stream(stream: Tensor, k: int, columns: int, bits: int, pad: int, out: 
 def unpack_codes(packed: Tensor, columns: int, bits: int, flip: int, out: Tensor) -> None:
     """Inverse of :func:`pack_codes`. out: uint8 [n, k] with k <= columns."""
     n, k = _sizes(out, "unpack: codes")
-    _tile_arguments("unpack", k, columns, bits)
-    source = address(packed, "unpack: packed codes", (torch.uint8,), count_tiles(n) * columns * 2 * bits)
+    source = address(packed, "unpack: packed codes", (torch.uint8,), _tile_bytes("unpack", n, k, columns, bits))
     target = address(out, "unpack: codes", (torch.uint8,), n * k, exact=True)
     if n and k:
         status = native_function("pw_unpack_codes")(
@@ -80,39 +79,30 @@ def _sizes(t: Tensor, what: str) -> tuple[int, int]:
     return t.shape[0], t.shape[1]
 
 
-def _tile_arguments(what: str, k: int, columns: int, bits: int) -> None:
+def _tile_bytes(what: str, n: int, k: int, columns: int, bits: int) -> int:
+    """Bytes of n rows of codes in tiles."""
     if not 1 <= bits <= 8 or columns < k or columns % 32:
         raise ArgumentError(
             f"{what}: got {bits} bits and {columns} columns for {k} columns of codes; expected 1 to 8 bits, and a "
             f"multiple of 32 that is at least {k}"
         )
+    return count_tiles(n) * columns * 2 * bits
 
 
 # -- conversions -------------------------------------------------------------------------------------------------------
 
 
-def affine_parts(a: Any, *, by_row: bool = False) -> tuple[Part, ...]:
-    """Codes (bytes), scale, zero point, offset of a matrix; see part_index and zero_at in src/dequantize.h.
-
-    by_row: scales, zero points and offsets are stored row by row even if codes are in tiles (GIVEN in src/qparams.h).
-    """
-    tiles = a.store == library.TILES
-    codes = (count_tiles(a.n) if tiles else a.n) * a.stride
-    if tiles and a.row_block == 1 and not by_row:
-        count = (((a.n - 1) // TILE + 1) * a.groups - 1) * TILE + (a.n - 1) % TILE + 1
-    else:
-        count = -(-a.n // a.row_block) * a.groups
-    zero = Part("zero_point", a.zero_point, count)
-    if a.zero_point and a.zero_bits:
-        zero = Part("zero_point", U8, -(-a.n // a.row_block) * (-(-a.groups * a.zero_bits // 8)))
-    return (Part("codes", U8, codes), Part("scale", a.scale, count), zero, Part("offset", a.offset, count))
+@lru_cache(maxsize=4096)
+def _parts(matrix: bytes, described: int) -> tuple[Part, ...]:
+    return extents(described, Affine.from_buffer_copy(matrix))
 
 
 def _addresses(what: str, a: Any, parts: Sequence[Tensor | None], *, by_row: bool = False) -> list[int | None]:
+    """Addresses of codes, scale, zero point and offset. by_row: the others are not in tiles even if codes are."""
     codes, *others = parts
-    expected = affine_parts(a, by_row=by_row)
     if codes is None or a.n < 1 or a.k < 1 or a.group < 1 or a.groups * a.group < a.k or a.row_block < 1:
         raise ArgumentError(f"{what}: needs codes and a non-empty matrix")
+    expected = _parts(bytes(a), MATRIX_BY_ROW if by_row else MATRIX)
     found: list[int | None] = [address(codes, f"{what}: codes", _BYTES, expected[0].least)]
     for part, need in zip(others, expected[1:], strict=True):
         found.append(optional_address(part, f"{what}: {need.name}", need.kind, need.least))
@@ -179,13 +169,6 @@ def finite(x: Tensor, threads: int) -> bool:
 
 
 # -- blocks of GGUF files ----------------------------------------------------------------------------------------------
-
-GGUF_PIECE = 4096  # elements with sums of their own, as in src/abi.h
-# number of a type -> (elements, bytes) of a block, as in src/abi.h
-GGUF_BLOCKS = {
-    2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 10: (256, 84), 11: (256, 110), 12: (256, 144),
-    13: (256, 176), 14: (256, 210), 20: (32, 18), 23: (256, 136),
-}  # fmt: skip
 
 
 def gguf_quantize(type_: int, x: Tensor, importance: Tensor | None, out: Tensor, sums: Tensor, threads: int) -> bool:

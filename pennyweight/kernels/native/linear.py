@@ -17,56 +17,27 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ...core.tracing import in_memory, is_observed
-from ..cpu.library import F32, I8, NONE, U8, FloatLinear, IntLinear, LinearArgs
+from ..cpu.abi import F32, FLOAT_WEIGHT, NONE, FloatLinear, IntLinear, LinearArgs
 from .arguments import (
     CPU,
     FLOAT_KINDS,
     PLAIN,
-    TILE,
     Operand,
     Part,
     address,
     changed_part,
     check_status,
-    count_tiles,
+    extents,
     native_function,
 )
 
 
-def _codes(n: int, kp: int, bits: int) -> Part:
-    return Part("codes", U8, count_tiles(n) * (kp // 32) * 64 * bits)
-
-
-def int_parts(w: IntLinear) -> tuple[Part, ...]:
-    """Codes, scale, zero point, offset, outer scale, outer offset of a weight; see tile_at in src/int_matmul.h."""
-    tiles, groups = count_tiles(w.n), w.kp // w.group if w.group > 0 else 1
-    outers = -(-groups // w.outer) if w.outer else 0
-    count = 1 if w.group < 0 else tiles * TILE * (outers * w.outer if w.outer else groups)
-    outer, above = (w.outer_kind, tiles * outers * TILE) if w.outer else (NONE, 0)
-    return (
-        _codes(w.n, w.kp, w.bits), Part("scale", w.scale, count), Part("zero_point", w.zero_point, count),
-        Part("offset", w.offset, count), Part("scale of the scale", outer, above),
-        Part("scale of the offset", outer if w.offset else NONE, above),
-    )  # fmt: skip
-
-
 def float_parts(w: FloatLinear, outer_offset: bool) -> tuple[Part, ...]:
-    """Codes, scale, outer scale, outer offset, offset, its outer scale; see Scales in src/float_codes.h."""
-    tiles = count_tiles(w.n)
-    if w.group < 0:
-        count = 1
-    elif w.row_block:
-        count = ((tiles - 1) * TILE // w.row_block + 1) * w.scale_groups
-    else:
-        count = tiles * w.scale_groups * TILE
-    above = 1 if w.outer < 0 else tiles * w.outer_groups * TILE
-    coded = w.offset if w.offset in (I8, U8) else NONE
-    return (
-        _codes(w.n, w.kp, w.bits), Part("scale", w.scale, count),
-        Part("scale of the scale", w.outer_kind if w.outer else NONE, above),
-        Part("offset of the scale", F32 if outer_offset else NONE, above), Part("offset", w.offset, count),
-        Part("scale of the offset", w.outer_kind if coded else NONE, above),
-    )  # fmt: skip
+    """The parts of a weight, of which the offset of the scale is there or not."""
+    parts = list(extents(FLOAT_WEIGHT, w))
+    if not outer_offset:
+        parts[3] = parts[3]._replace(kind=NONE)
+    return tuple(parts)
 
 
 Product = Callable[[Tensor, Operand, "Tensor | None"], "Tensor | None"]

@@ -14,16 +14,17 @@ import pennyweight
 from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.kernels.cpu import library
+from pennyweight.kernels.cpu import abi, library
 from pennyweight.kernels.cpu.convert import rounding_of
 from pennyweight.kernels.cpu.matrix_view import affine
 from pennyweight.kernels.native import attention as native_attention
 from pennyweight.kernels.native import convert as native_convert
 from pennyweight.kernels.repack import prepare
 from pennyweight.support.errors import ArgumentError
+from tests.kernels.cpu.native import abi as header
+from tests.kernels.cpu.native import called
 
 PACKAGE = Path(pennyweight.__file__).parent
-SOURCES = PACKAGE / "kernels" / "cpu" / "src"
 # Who else may ask for an address, and what for. None of them gives it to native code.
 ADDRESSES = {
     "kernels/torch_int8.py": "alignment, which torch's own kernel needs",
@@ -55,7 +56,7 @@ def files() -> list[Path]:
 
 def test_only_one_folder_calls_native_functions() -> None:
     native_names = re.compile(r"\bpw_[a-z_]+\b")
-    inside = {*NATIVE, "kernels/cpu/library.py"}
+    inside = {*NATIVE, "kernels/cpu/library.py", "kernels/cpu/abi.py"}
     for path in files():
         name = path.relative_to(PACKAGE).as_posix()
         if name in inside:
@@ -73,12 +74,19 @@ def test_only_one_folder_gives_addresses_away() -> None:
 
 
 def test_every_exported_function_is_called_there() -> None:
-    source = (SOURCES / "dispatch.cpp").read_text(encoding="utf-8")
-    exported = set(re.findall(r"PW_EXPORT\s+[\w\s*]*?\b(pw_\w+)\(", source))
+    exported = set(called.exported())
     texts = [(PACKAGE / name).read_text(encoding="utf-8") for name in NATIVE]
-    called = set(re.findall(r'"(pw_\w+)"', "".join(texts)))
-    assert exported == library._SIGNATURES.keys()
-    assert called == exported - WITHOUT_ADDRESSES
+    named = set(re.findall(r'"(pw_\w+)"', "".join(texts)))
+    assert exported == abi.SIGNATURES.keys()
+    assert named == exported - WITHOUT_ADDRESSES
+
+
+def test_constants_structures_and_signatures_are_those_of_the_header() -> None:
+    """Else run: python -m tests.kernels.cpu.native.abi"""
+    assert header.MODULE.read_text("utf-8") == header.module(header.HEADER.read_text("utf-8"))
+    for odd in ("union U { int x; };", "struct S { int64_t bits : 3; };", "struct S { double x; };"):
+        with pytest.raises(ValueError, match=r"abi\.h"):
+            header.module(odd)
 
 
 def rows(n: int, k: int, **kinds: Any) -> Any:

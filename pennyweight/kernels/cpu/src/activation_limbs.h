@@ -47,17 +47,20 @@ inline uint32_t absmax_bits(const float* x, int64_t n) {
 
 // Kernel input for a block of T tokens; R = T * limbs rows.
 struct Tokens {
-    int8_t* limbs;   // [kp/4][R][4]
-    int32_t* sums;    // [blocks][R] sums of limbs
-    float* scale;     // [blocks][T] act FLOAT and act_group: scale of the block
-    float* zero;      // [blocks][T] act_group: zero point of the block
-    float* value;     // [blocks][T] sum of the block as a float, in units of token_scale
+    int8_t* limbs;  // [kp/4][R][4]
+    int32_t* sums;  // [blocks][R] sums of limbs
+    float* scale;   // [blocks][T] act FLOAT and act_group: scale of the block
+    float* zero;    // [blocks][T] act_group: zero point of the block
+    float* value;   // [blocks][T] sum of the block as a float, in units of token_scale
     float token_scale[12];
     float token_zero[12];
 };
 
 inline void put(int8_t* limbs, int R, int r, const int8_t* row, int64_t kp) {
-    if (R == 1) { memcpy(limbs, row, (size_t)kp); return; }
+    if (R == 1) {
+        memcpy(limbs, row, (size_t)kp);
+        return;
+    }
     for (int64_t q = 0; q < kp / 4; ++q) memcpy(limbs + (q * R + r) * 4, row + 4 * q, 4);
 }
 
@@ -124,8 +127,8 @@ inline void choose_scales(const IntLinear& w, Chosen& g) {
 
 // One limb for each column from `from` to `to`, q = round(x * factor) + zero_point, clamped, and the sum of each block
 // from that of column `from` on.
-void quantize_columns(const IntLinear& w, const float* x, int64_t from, int64_t to, float factor, int32_t zero, int8_t* q,
-                      int32_t* sums, int step) {
+void quantize_columns(const IntLinear& w, const float* x, int64_t from, int64_t to, float factor, int32_t zero,
+                      int8_t* q, int32_t* sums, int step) {
     const F by = fset(factor), lo = fset((float)(w.act_lo - zero)), hi = fset((float)(w.act_hi - zero));
     const int wide = w.x == w.act_scale ? w.x : F32;  // the dtype of x * factor
     const int64_t block = w.block, k = w.k;
@@ -198,8 +201,8 @@ inline int32_t true_columns(const IntLinear& w, int64_t b) {  // of a block, wit
 }
 
 // A row, float32 [kp] with zeros beyond k, as token t of T. Scratch: bytes, [3 * kp].
-inline void take_wide_row(const IntLinear& w, const LinearArgs& a, const float* wide, Tokens& tok, int T, int t, bool words,
-                          int8_t* bytes) {
+inline void take_wide_row(const IntLinear& w, const LinearArgs& a, const float* wide, Tokens& tok, int T, int t,
+                          bool words, int8_t* bytes) {
     const int D = words ? 1 : limbs_of(w), R = T * D;
     int8_t* row[3] = {bytes, bytes + w.kp, bytes + 2 * w.kp};
     tok.token_scale[t] = 1;
@@ -258,12 +261,13 @@ inline void take_wide_row(const IntLinear& w, const LinearArgs& a, const float* 
         }
     }
     if (words) put_words(tok.limbs, T, t, (const int16_t*)bytes, w.kp);
-    else for (int d = 0; d < D; ++d) put(tok.limbs, R, t * D + d, row[d], w.kp);
+    else
+        for (int d = 0; d < D; ++d) put(tok.limbs, R, t * D + d, row[d], w.kp);
 }
 
 // Row m of x as token t of T. Scratch: wide, float [kp]; bytes, [3 * kp].
-inline void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, int T, int t, bool words, float* wide,
-                     int8_t* bytes) {
+inline void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, int T, int t, bool words,
+                     float* wide, int8_t* bytes) {
     const char* x = (const char*)a.x + m * a.ldx * size_of(w.x);
     const bool as_is = w.x == F32 && w.k == w.kp;
     if (!as_is) widen_row(x, w.x, w.k, w.kp, wide);

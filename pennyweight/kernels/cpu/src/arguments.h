@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "abi.h"
+
 #if PENNYWEIGHT_ASSERT
 #include <cstdio>
 #include <cstdlib>
@@ -45,7 +47,8 @@ class Counts {
         const char* path = std::getenv("PENNYWEIGHT_COUNTS");
         std::FILE* file = path ? std::fopen(path, "a") : nullptr;
         if (!file) return;
-        for (int i = 0; i < used; ++i) std::fprintf(file, "%s %s %lld\n", rows[i].isa, rows[i].function, (long long)rows[i].calls);
+        for (int i = 0; i < used; ++i)
+            std::fprintf(file, "%s %s %lld\n", rows[i].isa, rows[i].function, (long long)rows[i].calls);
         std::fclose(file);
     }
 };
@@ -64,9 +67,13 @@ inline int64_t times(std::initializer_list<int64_t> factors) {
     return all;
 }
 
+inline int64_t bytes_of(int kind) { return kind == NONE ? 0 : kind == F32 ? 4 : kind == BF16 || kind == F16 ? 2 : 1; }
+
 class Arguments {
     const char* function;
     bool whole = true;
+    Extent* extents = nullptr;  // if parts are described instead of checked
+    int room = 0, used = 0;
 
   public:
     explicit Arguments(const char* name) : function(name) {
@@ -76,6 +83,14 @@ class Arguments {
     }
     // Whether all rules hold.
     bool fit() const { return whole; }
+    // From now on parts are described: each is entered in a table, and no memory is looked at.
+    void describe(Extent* table, int size) { extents = table, room = size; }
+    int described() const { return used; }
+    // A part of a quantized tensor: `count` elements of a kind at p. NONE: there is none.
+    void part(const char* name, const void* p, int kind, int64_t count) {
+        if (!extents) return kind == NONE ? void() : memory(name, p, count, bytes_of(kind));
+        if (must(used < room, "room for every part")) extents[used++] = {name, kind == NONE ? 0 : count, kind};
+    }
     // Records and returns whether a rule holds.
     bool must(bool holds, const char* rule) {
         if (!holds) {
@@ -92,15 +107,17 @@ class Arguments {
     // `count` elements of `size` bytes at p, which may be null if there are none. Addresses are multiples of the size.
     void memory(const char* name, const void* p, int64_t count, int64_t size = 1) {
         const int64_t bytes = times({count, size});
-        if (bytes == 0) return;
+        if (bytes == 0 || extents) return;
         if (p && bytes < TOO_MUCH) {
 #if PENNYWEIGHT_ASSERT
             if (size <= 8 && (uintptr_t)p % (uintptr_t)size) {
-                std::fprintf(stderr, "pennyweight: %s: %s: %p is not a multiple of %lld\n", function, name, p, (long long)size);
+                std::fprintf(stderr, "pennyweight: %s: %s: %p is not a multiple of %lld\n", function, name, p,
+                             (long long)size);
                 std::abort();
             }
 #if defined(__SANITIZE_ADDRESS__)
-            if (void* bad = __asan_region_is_poisoned((void*)p, (size_t)bytes)) found(name, p, bytes, (char*)bad - (const char*)p);
+            if (void* bad = __asan_region_is_poisoned((void*)p, (size_t)bytes))
+                found(name, p, bytes, (char*)bad - (const char*)p);
 #endif
 #endif
             return;
@@ -116,7 +133,8 @@ class Arguments {
 #if PENNYWEIGHT_ASSERT
   private:
     [[noreturn]] void found(const char* name, const void* p, int64_t bytes, int64_t have) {
-        std::fprintf(stderr, "pennyweight: %s: %s: expected %lld bytes at %p, found %lld\n", function, name, (long long)bytes, p, (long long)have);
+        std::fprintf(stderr, "pennyweight: %s: %s: expected %lld bytes at %p, found %lld\n", function, name,
+                     (long long)bytes, p, (long long)have);
         std::abort();
     }
 #endif

@@ -3,8 +3,8 @@
 //   out[s] = sum over j of p[j] * v[j] / sum over j of p[j],   p[j] = exp(x[j] - max x)
 //   x[j] = cap(q[s] * scale . k[j]) + mask[s, j],   cap(x) = softcap * tanh(x / softcap), or x
 //
-// A row without a key that it may see is 0. Arithmetic is in float32, but for few tokens over codes of 8 and 4 bits, whose
-// products are of 16 bits and exact (attention_quantized.h). It is in an order that depends only on the row, its
+// A row without a key that it may see is 0. Arithmetic is in float32, but for few tokens over codes of 8 and 4 bits,
+// whose products are of 16 bits and exact (attention_quantized.h). It is in an order that depends only on the row, its
 // keys and the number of tokens of the call: neither on the number of threads nor on other rows. Every instruction set
 // gives the same bits. Keys that are not seen may be anything; their values must be finite, or rows may become NaN.
 //
@@ -54,14 +54,15 @@ inline int attention(const AttentionArgs* args, int most_threads) {
     const int phases = attention_phases(a);
     const int64_t before = phases > 1 ? attention_units(a, 0) : 0, units = attention_units(a, phases - 1);
     const double products = 2.0 * (double)(a.batch * a.heads * a.tokens) * (double)a.length * a.size;
-    const int threads = (int)std::min<double>(std::min<int64_t>(most_threads, std::max(before, units)), 1 + products / PRODUCTS_PER_THREAD);
+    const int threads = (int)std::min<double>(std::min<int64_t>(most_threads, std::max(before, units)),
+                                              1 + products / PRODUCTS_PER_THREAD);
     const int64_t room = attention_room(a), shared = attention_shared(a);
     char* space = inputs.get((size_t)(room * threads + shared));
     if (!space) return NO_MEMORY;
     char* const together = space + room * threads;
-    run_units(threads, false, before, units,
-              [&](int id, int64_t u) { attention_unit(a, 0, u, space + room * id, together); },
-              [&](int id, int64_t u) { attention_unit(a, phases - 1, u, space + room * id, together); });
+    run_units(
+        threads, false, before, units, [&](int id, int64_t u) { attention_unit(a, 0, u, space + room * id, together); },
+        [&](int id, int64_t u) { attention_unit(a, phases - 1, u, space + room * id, together); });
     return DONE;
 }
 

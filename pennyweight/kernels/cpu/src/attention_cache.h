@@ -9,22 +9,31 @@ namespace attend {
 
 // Those of a token that are floats.
 inline const char* key_at(const AttentionArgs& a, int64_t b, int64_t shared, int64_t key) {
-    return (const char*)a.keys + (b * a.key_strides[0] + shared * a.key_strides[1] + (key - a.past) * a.key_strides[2]) * size_of(a.kind);
+    return (const char*)a.keys +
+           (b * a.key_strides[0] + shared * a.key_strides[1] + (key - a.past) * a.key_strides[2]) * size_of(a.kind);
 }
 inline const char* value_at(const AttentionArgs& a, int64_t b, int64_t shared, int64_t key) {
-    return (const char*)a.values + (b * a.value_strides[0] + shared * a.value_strides[1] + (key - a.past) * a.value_strides[2]) * size_of(a.kind);
+    return (const char*)a.values +
+           (b * a.value_strides[0] + shared * a.value_strides[1] + (key - a.past) * a.value_strides[2]) *
+               size_of(a.kind);
 }
 inline const uint8_t* codes_at(const CacheCodes& c, int64_t b, int64_t shared, int64_t key) {
     return c.codes + b * c.code_strides[0] + shared * c.code_strides[1] + key * c.code_strides[2];
 }
-inline const char* part_at(const CacheCodes& c, const void* part, const int64_t* strides, int64_t b, int64_t shared, int64_t key) {
+inline const char* part_at(const CacheCodes& c, const void* part, const int64_t* strides, int64_t b, int64_t shared,
+                           int64_t key) {
     return (const char*)part + (b * strides[0] + shared * strides[1] + key / c.tokens * strides[2]) * size_of(c.kind);
 }
-inline const char* scale_at(const CacheCodes& c, int64_t b, int64_t shared, int64_t key) { return part_at(c, c.scale, c.scale_strides, b, shared, key); }
-inline const char* offset_at(const CacheCodes& c, int64_t b, int64_t shared, int64_t key) { return part_at(c, c.offset, c.offset_strides, b, shared, key); }
+inline const char* scale_at(const CacheCodes& c, int64_t b, int64_t shared, int64_t key) {
+    return part_at(c, c.scale, c.scale_strides, b, shared, key);
+}
+inline const char* offset_at(const CacheCodes& c, int64_t b, int64_t shared, int64_t key) {
+    return part_at(c, c.offset, c.offset_strides, b, shared, key);
+}
 
 // A row of codes as float32 [width], zero beyond the channels.
-inline void widen_codes(const AttentionArgs& a, const CacheCodes& c, int64_t width, int64_t b, int64_t shared, int64_t key, float* out) {
+inline void widen_codes(const AttentionArgs& a, const CacheCodes& c, int64_t width, int64_t b, int64_t shared,
+                        int64_t key, float* out) {
     const uint8_t* row = codes_at(c, b, shared, key);
     const char *scale = scale_at(c, b, shared, key), *offset = offset_at(c, b, shared, key);
     const int64_t size = ((int64_t)a.size * c.bits + 7) / 8, each = size_of(c.kind);
@@ -42,11 +51,13 @@ inline void widen_codes(const AttentionArgs& a, const CacheCodes& c, int64_t wid
     }
     for (int64_t d = a.size; d < width; ++d) out[d] = 0;
 }
-inline void widen_key(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key, float* out) {
+inline void widen_key(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key,
+                      float* out) {
     if (key < a.past) widen_codes(a, *a.past_keys, p.width, b, shared, key, out);
     else widen_row(key_at(a, b, shared, key), a.kind, a.size, p.width, out);
 }
-inline void widen_value(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key, float* out) {
+inline void widen_value(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key,
+                        float* out) {
     if (key < a.past) widen_codes(a, *a.past_values, p.width, b, shared, key, out);
     else widen_row(value_at(a, b, shared, key), a.kind, a.size, p.width, out);
 }

@@ -1,5 +1,5 @@
-// What attention of prompts and of few tokens have in common: how a call is divided, which keys a token sees, masks, and
-// the weights of a row. Included by attention.h, which describes the result.
+// What attention of prompts and of few tokens have in common: how a call is divided, which keys a token sees, masks,
+// and the weights of a row. Included by attention.h, which describes the result.
 #pragma once
 
 #include <algorithm>
@@ -33,12 +33,12 @@ inline Keys visible(const AttentionArgs& a, int64_t s, int64_t tokens) {
 
 // How a call is divided. Depends on its sizes only.
 struct AttentionPlan {
-    int64_t group;         // query heads that share their keys
-    int64_t width;         // channels of a head, in whole vectors
-    bool few;              // few tokens
+    int64_t group;  // query heads that share their keys
+    int64_t width;  // channels of a head, in whole vectors
+    bool few;       // few tokens
     // Few tokens: chunks of keys, counted from the first that is seen.
     int64_t rows, chunk0, chunks;
-    bool split;            // chunks are units of work
+    bool split;  // chunks are units of work
     // Prompts: blocks of keys, and of query tokens.
     int64_t block, tokens, token_blocks;
 
@@ -62,11 +62,16 @@ struct AttentionPlan {
 // Divides memory into pieces that begin with a line.
 struct Pieces {
     int64_t bytes = 0;
-    int64_t take(int64_t floats) { const int64_t at = bytes; bytes += whole_lines(floats * 4); return at; }
+    int64_t take(int64_t floats) {
+        const int64_t at = bytes;
+        bytes += whole_lines(floats * 4);
+        return at;
+    }
 };
 
 // Rows of q of `tokens` tokens from s on for the heads of a group: [tokens][group][width] float32, times the scale.
-inline void load_queries(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t s, int64_t tokens, float* out) {
+inline void load_queries(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t s,
+                         int64_t tokens, float* out) {
     const F scale = fset(a.scale);
     const int64_t each = size_of(a.q_kind);
     for (int64_t t = 0; t < tokens; ++t)
@@ -77,7 +82,8 @@ inline void load_queries(const AttentionArgs& a, const AttentionPlan& p, int64_t
         }
 }
 // Writes sums / total as the output of a row.
-inline void store_output(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t s, int64_t head, const float* sums, float total) {
+inline void store_output(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t s, int64_t head,
+                         const float* sums, float total) {
     const int64_t each = size_of(a.out_kind);
     char* out = (char*)a.out + (b * a.out_strides[0] + s * a.out_strides[1] + head * a.out_strides[2]) * each;
     const F part = fdiv(fset(1), fset(total == 0 ? 1.0f : total));
@@ -94,9 +100,9 @@ inline void store_output(const AttentionArgs& a, const AttentionPlan& p, int64_t
 }
 // What is added to the scores of a block of keys: the mask, and -inf for a key that is not seen.
 struct Bias {
-    const float* rows;   // null: nothing
-    int64_t stride;      // floats from row to row; 0: one row for all
-    int64_t per;         // query rows of a row of it
+    const float* rows;  // null: nothing
+    int64_t stride;     // floats from row to row; 0: one row for all
+    int64_t per;        // query rows of a row of it
     const float* of(int64_t row) const { return rows ? rows + row / per * stride : nullptr; }
 };
 
@@ -107,7 +113,8 @@ inline F mask16(const AttentionArgs& a, const char* row, int64_t j, int64_t n) {
     const char* from = row + j * each;
     if (step != 1 || n < 16) {
         memset(some, 0, sizeof some);
-        for (int64_t i = 0; i < std::min<int64_t>(16, n); ++i) memcpy(some + i * each, row + (j + i) * step * each, (size_t)each);
+        for (int64_t i = 0; i < std::min<int64_t>(16, n); ++i)
+            memcpy(some + i * each, row + (j + i) * step * each, (size_t)each);
         from = some;
     }
     if (a.mask_kind != U8) return load16(from, a.mask_kind, 0);
@@ -116,8 +123,8 @@ inline F mask16(const AttentionArgs& a, const char* row, int64_t j, int64_t n) {
 
 // The bias of keys [key, key + n), n at most `ld`, for tokens [s, s + tokens) of a group of heads; `room` has a row of
 // `ld` floats for each of their rows. Returns whether any of the keys is seen by any of the rows.
-inline bool take_bias(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t s, int64_t tokens, int64_t key,
-                      int64_t n, int64_t ld, float* room, Bias* out) {
+inline bool take_bias(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t s,
+                      int64_t tokens, int64_t key, int64_t n, int64_t ld, float* room, Bias* out) {
     alignas(64) static constexpr int32_t LANES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const Keys least = {visible(a, s + tokens - 1).first, visible(a, s).end};  // that all of them see
     const bool all = least.first <= key && key + n <= least.end;
@@ -133,9 +140,11 @@ inline bool take_bias(const AttentionArgs& a, const AttentionPlan& p, int64_t b,
         const Keys keys = visible(a, s + t);
         const int64_t end = std::min(keys.end, key + n);
         for (int64_t g = 0; g < heads; ++g, to += ld) {
-            const char* row = !a.mask ? nullptr
-                                      : (const char*)a.mask + (b * a.mask_strides[0] + (shared * p.group + g) * a.mask_strides[1] +
-                                                               (s + t) * a.mask_strides[2]) * each;
+            const char* row =
+                !a.mask ? nullptr
+                        : (const char*)a.mask + (b * a.mask_strides[0] + (shared * p.group + g) * a.mask_strides[1] +
+                                                 (s + t) * a.mask_strides[2]) *
+                                                    each;
             for (int64_t j = 0; j < n; j += 16) {
                 const int64_t at = key + j;
                 F v = row ? mask16(a, row, at, key + n - at) : fset(0);

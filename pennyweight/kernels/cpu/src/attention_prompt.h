@@ -29,7 +29,8 @@ inline void transpose16(const float* from, int64_t step, int64_t width, float* t
     }
 }
 // Keys [key, key + n) as tiles; keys beyond are 0.
-inline void pack_keys(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key, int64_t n, float* wide, float* to) {
+inline void pack_keys(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key, int64_t n,
+                      float* wide, float* to) {
     for (int64_t j = 0; j < n; j += 16, to += 16 * p.width) {
         if (a.kind == F32 && a.size == p.width && j + 16 <= n && key + j >= a.past) {
             transpose16((const float*)key_at(a, b, shared, key + j), a.key_strides[2], p.width, to);
@@ -41,17 +42,19 @@ inline void pack_keys(const AttentionArgs& a, const AttentionPlan& p, int64_t b,
         transpose16(wide, p.width, p.width, to);
     }
 }
-inline void pack_values(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key, int64_t n, float* to) {
+inline void pack_values(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key,
+                        int64_t n, float* to) {
     for (int64_t j = 0; j < n; ++j) widen_value(a, p, b, shared, key + j, to + j * p.width);
 }
 
 // c[t][16 * n ..] = sum over k of x[t][k] * y[n][k][16] (+ c * factor[t], if there are factors) for R rows and T tiles.
 // Rows are ldx and ldc floats apart, the tiles of y `tile` and their rows ldy.
 template <int R, int T>
-void multiply(const float* x, int64_t ldx, const float* y, int64_t ldy, int64_t tile, int64_t k, float* c, int64_t ldc, const float* factor) {
+void multiply(const float* x, int64_t ldx, const float* y, int64_t ldy, int64_t tile, int64_t k, float* c, int64_t ldc,
+              const float* factor) {
     F sum[R][T];
-    PW_UNROLL for (int t = 0; t < R; ++t)
-        PW_UNROLL for (int n = 0; n < T; ++n) sum[t][n] = factor ? fmul(fload(c + t * ldc + 16 * n), fset(factor[t])) : fset(0);
+    PW_UNROLL for (int t = 0; t < R; ++t) PW_UNROLL for (int n = 0; n < T; ++n) sum[t][n] =
+        factor ? fmul(fload(c + t * ldc + 16 * n), fset(factor[t])) : fset(0);
     PW_ROLLED for (int64_t i = 0; i < k; ++i, y += ldy, ++x) {
         F v[T];
         PW_UNROLL for (int n = 0; n < T; ++n) v[n] = fload(y + n * tile);
@@ -60,10 +63,10 @@ void multiply(const float* x, int64_t ldx, const float* y, int64_t ldy, int64_t 
             PW_UNROLL for (int n = 0; n < T; ++n) sum[t][n] = fma(w, v[n], sum[t][n]);
         }
     }
-    PW_UNROLL for (int t = 0; t < R; ++t)
-        PW_UNROLL for (int n = 0; n < T; ++n) fstore(c + t * ldc + 16 * n, sum[t][n]);
+    PW_UNROLL for (int t = 0; t < R; ++t) PW_UNROLL for (int n = 0; n < T; ++n) fstore(c + t * ldc + 16 * n, sum[t][n]);
 }
-using Multiply = void (*)(const float*, int64_t, const float*, int64_t, int64_t, int64_t, float*, int64_t, const float*);
+using Multiply = void (*)(const float*, int64_t, const float*, int64_t, int64_t, int64_t, float*, int64_t,
+                          const float*);
 template <int T, int R = 1> Multiply multiply_of(int rows) {
     if constexpr (R == FLOAT_ROWS) return &multiply<R, T>;
     else return rows == R ? &multiply<R, T> : multiply_of<T, R + 1>(rows);
@@ -99,18 +102,20 @@ inline void prompt_unit(const AttentionArgs& a, const AttentionPlan& p, int64_t 
             const int64_t lanes = (end - first + 15) / 16 * 16;
             for (int64_t j = 0; j < lanes;) {
                 const int T = lanes - j >= 16 * FLOAT_TILES ? FLOAT_TILES : 1;
-                (T == 1 ? multiply_of<1>(R) : multiply_of<FLOAT_TILES>(R))(q + r0 * p.width, p.width, keys + (first + j) * p.width, 16,
-                                                                           16 * p.width, p.width, scores + j, p.block, nullptr);
+                (T == 1 ? multiply_of<1>(R) : multiply_of<FLOAT_TILES>(R))(
+                    q + r0 * p.width, p.width, keys + (first + j) * p.width, 16, 16 * p.width, p.width, scores + j,
+                    p.block, nullptr);
                 j += 16 * T;
             }
             alignas(64) float factor[16];
             for (int t = 0; t < R; ++t) {
                 float* x = scores + t * p.block;
                 const float *more = bias.of(r0 + t), *add = more ? more + first : nullptr;
-                const float most = a.softcap > 0 ? finish_scores<true>(a, x, add, lanes) : finish_scores<false>(a, x, add, lanes);
+                const float most =
+                    a.softcap > 0 ? finish_scores<true>(a, x, add, lanes) : finish_scores<false>(a, x, add, lanes);
                 factor[t] = most > tops[r0 + t] ? most : tops[r0 + t];
             }
-            {   // the new maxima take the place of the old ones
+            {  // the new maxima take the place of the old ones
                 alignas(64) float old[16];
                 for (int t = 0; t < 16; ++t) old[t] = t < R ? tops[r0 + t] : 0;
                 for (int t = 0; t < R; ++t) tops[r0 + t] = factor[t];
@@ -120,18 +125,21 @@ inline void prompt_unit(const AttentionArgs& a, const AttentionPlan& p, int64_t 
             }
             for (int t = 0; t < R; ++t) {
                 float* total = totals + (r0 + t) * 16;
-                fstore(total, take_weights(scores + t * p.block, tops[r0 + t], lanes, fmul(fload(total), fset(factor[t]))));
+                fstore(total,
+                       take_weights(scores + t * p.block, tops[r0 + t], lanes, fmul(fload(total), fset(factor[t]))));
             }
             for (int64_t d = 0; d < p.width;) {
                 const int T = p.width - d >= 16 * FLOAT_TILES ? FLOAT_TILES : 1;
-                (T == 1 ? multiply_of<1>(R) : multiply_of<FLOAT_TILES>(R))(scores, p.block, values + first * p.width + d, p.width, 16,
-                                                                           end - first, sums + r0 * p.width + d, p.width, factor);
+                (T == 1 ? multiply_of<1>(R) : multiply_of<FLOAT_TILES>(R))(
+                    scores, p.block, values + first * p.width + d, p.width, 16, end - first, sums + r0 * p.width + d,
+                    p.width, factor);
                 d += 16 * T;
             }
         }
     }
     for (int64_t r = 0; r < rows; ++r)
-        store_output(a, p, b, s0 + r / p.group, shared * p.group + r % p.group, sums + r * p.width, fsum(fload(totals + r * 16)));
+        store_output(a, p, b, s0 + r / p.group, shared * p.group + r % p.group, sums + r * p.width,
+                     fsum(fload(totals + r * 16)));
 }
 
 }  // namespace attend

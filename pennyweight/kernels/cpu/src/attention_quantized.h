@@ -1,241 +1,16 @@
 // Products with the codes of a cache, for few tokens: of queries with keys, and of weights with values.
 //
-// The scales of a group of keys belong to their channels, and multiply the query; those of a value belong to a token, and
-// multiply its weight. What remains is a product of float32 numbers with integer codes. The float32 numbers are rounded to
-// 16 bits, relative to the largest of a head's channels or of a chunk's keys, and the sum is exact: products of bytes
-// (two limbs of 8 bits) with codes, in integers. Codes count from the middle of their range, so that this rounding
-// costs about 1/200 of what rounding the numbers to 8 bits cost. What offsets add is summed up in float32.
+// The scales of a group of keys belong to their channels, and multiply the query; those of a value belong to a token,
+// and multiply its weight. What remains is a product of float32 numbers with integer codes. The float32 numbers are
+// rounded to 16 bits, relative to the largest of a head's channels or of a chunk's keys, and the sum is exact: products
+// of bytes (two limbs of 8 bits) with codes, in integers. Codes count from the middle of their range, so that this
+// rounding costs about 1/200 of what rounding the numbers to 8 bits cost. What offsets add is summed up in float32.
 #pragma once
 
 #include "attention_cache.h"
 
 namespace {
 namespace attend {
-
-// -- vectors ----------------------------------------------------------------------------------------------------------
-
-// acc + products of unsigned and signed bytes, four for each lane. ALL8: w may have all bits set; if bytes are signed
-// (SIGNED_BYTES) it then counts from 128.
-#if defined(__AVX512F__)
-template <bool ALL8> PW_INLINE I dot_bytes(I acc, B w, B x) { return dot4<ALL8>(acc, w, x.v); }
-PW_INLINE B limbs32(I a, I b) {
-    const __m512i v = _mm512_packs_epi32(a.v, b.v), high = _mm512_srai_epi16(_mm512_add_epi16(v, _mm512_set1_epi16(128)), 8);
-    return {_mm512_packs_epi16(high, _mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8))};
-}
-PW_INLINE B low_longs(B a, B b) { return {_mm512_unpacklo_epi64(a.v, b.v)}; }
-PW_INLINE B high_longs(B a, B b) { return {_mm512_unpackhi_epi64(a.v, b.v)}; }
-PW_INLINE B same8(const uint8_t* p) { int64_t a; memcpy(&a, p, 8); return {_mm512_set1_epi64(a)}; }
-template <int K> PW_INLINE B spread(B a) { return {_mm512_shuffle_epi32(a.v, (_MM_PERM_ENUM)(K * 0x55))}; }
-template <int ORDER> PW_INLINE I shuffle(I a, I b) {
-    return {_mm512_castps_si512(_mm512_shuffle_ps(_mm512_castsi512_ps(a.v), _mm512_castsi512_ps(b.v), ORDER))};
-}
-PW_INLINE I even_words(I a, I b) { return shuffle<0x88>(a, b); }
-PW_INLINE I odd_words(I a, I b) { return shuffle<0xdd>(a, b); }
-PW_INLINE I low_halves(I a, I b) { return {_mm512_shuffle_i64x2(a.v, b.v, 0x44)}; }
-PW_INLINE I high_halves(I a, I b) { return {_mm512_shuffle_i64x2(a.v, b.v, 0xee)}; }
-PW_INLINE B nibbles64(const uint8_t* p) {
-    const __m512i v = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p));
-    return {_mm512_and_si512(_mm512_or_si512(v, _mm512_slli_epi16(v, 4)), _mm512_set1_epi8(15))};
-}
-PW_INLINE void interleave4(B* v) {
-    const __m512i a = _mm512_unpacklo_epi8(v[0].v, v[1].v), b = _mm512_unpackhi_epi8(v[0].v, v[1].v);
-    const __m512i c = _mm512_unpacklo_epi8(v[2].v, v[3].v), d = _mm512_unpackhi_epi8(v[2].v, v[3].v);
-    v[0].v = _mm512_unpacklo_epi16(a, c), v[1].v = _mm512_unpackhi_epi16(a, c);
-    v[2].v = _mm512_unpacklo_epi16(b, d), v[3].v = _mm512_unpackhi_epi16(b, d);
-}
-#elif defined(__AVX2__)
-template <bool ALL8> PW_INLINE I dot_bytes(I acc, B w, B x) {
-    for (int i = 0; i < 2; ++i) {
-#if defined(__AVXVNNI__)
-        acc.v[i] = _mm256_dpbusd_avx_epi32(acc.v[i], w.v[i], x.v[i]);
-#else
-        if (!ALL8) {
-            add_now(acc.v[i], _mm256_madd_epi16(_mm256_maddubs_epi16(w.v[i], x.v[i]), _mm256_set1_epi16(1)));
-            continue;
-        }
-        const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x.v[i], 8), 8), odd = _mm256_srai_epi16(x.v[i], 8);
-        add_now(acc.v[i], _mm256_madd_epi16(_mm256_and_si256(w.v[i], _mm256_set1_epi16(255)), even));
-        add_now(acc.v[i], _mm256_madd_epi16(_mm256_srli_epi16(w.v[i], 8), odd));
-#endif
-    }
-    return acc;
-}
-PW_INLINE B limbs32(I a, I b) {
-    B r;
-    for (int i = 0; i < 2; ++i) {
-        const __m256i v = _mm256_packs_epi32(a.v[i], b.v[i]), high = _mm256_srai_epi16(_mm256_add_epi16(v, _mm256_set1_epi16(128)), 8);
-        r.v[i] = _mm256_packs_epi16(high, _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8));
-    }
-    return r;
-}
-PW_INLINE B low_longs(B a, B b) { return {{_mm256_unpacklo_epi64(a.v[0], b.v[0]), _mm256_unpacklo_epi64(a.v[1], b.v[1])}}; }
-PW_INLINE B high_longs(B a, B b) { return {{_mm256_unpackhi_epi64(a.v[0], b.v[0]), _mm256_unpackhi_epi64(a.v[1], b.v[1])}}; }
-PW_INLINE B same8(const uint8_t* p) {
-    int64_t a;
-    memcpy(&a, p, 8);
-    return {{_mm256_set1_epi64x(a), _mm256_set1_epi64x(a)}};
-}
-template <int ORDER> PW_INLINE I shuffle(I a, I b) {
-    for (int i = 0; i < 2; ++i) a.v[i] = _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a.v[i]), _mm256_castsi256_ps(b.v[i]), ORDER));
-    return a;
-}
-PW_INLINE I even_words(I a, I b) { return shuffle<0x88>(a, b); }
-PW_INLINE I odd_words(I a, I b) { return shuffle<0xdd>(a, b); }
-PW_INLINE I low_halves(I a, I b) { return {{a.v[0], b.v[0]}}; }
-PW_INLINE I high_halves(I a, I b) { return {{a.v[1], b.v[1]}}; }
-template <int K> PW_INLINE B spread(B a) { return {{_mm256_shuffle_epi32(a.v[0], K * 0x55), _mm256_shuffle_epi32(a.v[1], K * 0x55)}}; }
-PW_INLINE B nibbles64(const uint8_t* p) {
-    B r;
-    for (int i = 0; i < 2; ++i) {
-        const __m256i v = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(p + 16 * i)));
-        r.v[i] = _mm256_and_si256(_mm256_or_si256(v, _mm256_slli_epi16(v, 4)), _mm256_set1_epi8(15));
-    }
-    return r;
-}
-PW_INLINE void interleave4(B* v) {
-    for (int i = 0; i < 2; ++i) {
-        const __m256i a = _mm256_unpacklo_epi8(v[0].v[i], v[1].v[i]), b = _mm256_unpackhi_epi8(v[0].v[i], v[1].v[i]);
-        const __m256i c = _mm256_unpacklo_epi8(v[2].v[i], v[3].v[i]), d = _mm256_unpackhi_epi8(v[2].v[i], v[3].v[i]);
-        v[0].v[i] = _mm256_unpacklo_epi16(a, c), v[1].v[i] = _mm256_unpackhi_epi16(a, c);
-        v[2].v[i] = _mm256_unpacklo_epi16(b, d), v[3].v[i] = _mm256_unpackhi_epi16(b, d);
-    }
-}
-#elif defined(__ARM_FEATURE_DOTPROD)
-template <bool ALL8> PW_INLINE I dot_bytes(I acc, B w, B x) {
-    for (int i = 0; i < 4; ++i) {
-        const int8x16_t y = vreinterpretq_s8_u8(x.v[i]);
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-        acc.v[i] = vusdotq_s32(acc.v[i], w.v[i], y);
-#else
-        acc.v[i] = vdotq_s32(acc.v[i], vreinterpretq_s8_u8(veorq_u8(w.v[i], vdupq_n_u8(ALL8 ? 0x80 : 0))), y);
-#endif
-    }
-    return acc;
-}
-PW_INLINE B limbs32(I a, I b) {
-    B r;
-    for (int i = 0; i < 4; ++i) {
-        const int16x8_t v = vcombine_s16(vmovn_s32(a.v[i]), vmovn_s32(b.v[i]));
-        const int8x8_t high = vmovn_s16(vshrq_n_s16(vaddq_s16(v, vdupq_n_s16(128)), 8));
-        r.v[i] = vreinterpretq_u8_s8(vcombine_s8(high, vmovn_s16(v)));
-    }
-    return r;
-}
-PW_INLINE B low_longs(B a, B b) {
-    for (int i = 0; i < 4; ++i) a.v[i] = vreinterpretq_u8_u64(vzip1q_u64(vreinterpretq_u64_u8(a.v[i]), vreinterpretq_u64_u8(b.v[i])));
-    return a;
-}
-PW_INLINE B high_longs(B a, B b) {
-    for (int i = 0; i < 4; ++i) a.v[i] = vreinterpretq_u8_u64(vzip2q_u64(vreinterpretq_u64_u8(a.v[i]), vreinterpretq_u64_u8(b.v[i])));
-    return a;
-}
-PW_INLINE B same8(const uint8_t* p) {
-    const uint8x16_t v = vcombine_u8(vld1_u8(p), vld1_u8(p));
-    return {{v, v, v, v}};
-}
-PW_INLINE I even_words(I a, I b) {
-    for (int i = 0; i < 4; ++i) a.v[i] = vuzp1q_s32(a.v[i], b.v[i]);
-    return a;
-}
-PW_INLINE I odd_words(I a, I b) {
-    for (int i = 0; i < 4; ++i) a.v[i] = vuzp2q_s32(a.v[i], b.v[i]);
-    return a;
-}
-PW_INLINE I low_halves(I a, I b) { return {{a.v[0], a.v[1], b.v[0], b.v[1]}}; }
-PW_INLINE I high_halves(I a, I b) { return {{a.v[2], a.v[3], b.v[2], b.v[3]}}; }
-template <int K> PW_INLINE B spread(B a) {
-    for (int i = 0; i < 4; ++i) a.v[i] = vreinterpretq_u8_u32(vdupq_laneq_u32(vreinterpretq_u32_u8(a.v[i]), K));
-    return a;
-}
-PW_INLINE B nibbles64(const uint8_t* p) {
-    B r;
-    for (int i = 0; i < 2; ++i) {
-        const uint8x16_t v = vld1q_u8(p + 16 * i), low = vandq_u8(v, vdupq_n_u8(15)), high = vshrq_n_u8(v, 4);
-        r.v[2 * i] = vzip1q_u8(low, high), r.v[2 * i + 1] = vzip2q_u8(low, high);
-    }
-    return r;
-}
-PW_INLINE void interleave4(B* v) {
-    for (int i = 0; i < 4; ++i) {
-        const uint16x8_t a = vreinterpretq_u16_u8(vzip1q_u8(v[0].v[i], v[1].v[i])), b = vreinterpretq_u16_u8(vzip2q_u8(v[0].v[i], v[1].v[i]));
-        const uint16x8_t c = vreinterpretq_u16_u8(vzip1q_u8(v[2].v[i], v[3].v[i])), d = vreinterpretq_u16_u8(vzip2q_u8(v[2].v[i], v[3].v[i]));
-        v[0].v[i] = vreinterpretq_u8_u16(vzip1q_u16(a, c)), v[1].v[i] = vreinterpretq_u8_u16(vzip2q_u16(a, c));
-        v[2].v[i] = vreinterpretq_u8_u16(vzip1q_u16(b, d)), v[3].v[i] = vreinterpretq_u8_u16(vzip2q_u16(b, d));
-    }
-}
-#else
-template <bool ALL8> PW_INLINE I dot_bytes(I acc, B w, B x) {
-    for (int i = 0; i < 64; ++i) acc.v[i / 4] += (int32_t)w.v[i] * (int8_t)x.v[i];
-    return acc;
-}
-// Limbs of numbers of at most 16 bits: in each quarter the high ones of four lanes of a, of four of b, and the low ones.
-PW_INLINE B limbs32(I a, I b) {
-    B r;
-    for (int i = 0; i < 32; ++i) {
-        const int32_t n = (i % 8 < 4 ? a : b).v[i / 8 * 4 + i % 4];
-        r.v[i / 8 * 16 + i % 8] = (uint8_t)((n + 128) >> 8), r.v[i / 8 * 16 + 8 + i % 8] = (uint8_t)n;
-    }
-    return r;
-}
-// In each quarter, the first, or the last, 8 bytes of a, then of b.
-PW_INLINE B low_longs(B a, B b) {
-    B r;
-    for (int i = 0; i < 64; ++i) r.v[i] = (i % 16 < 8 ? a : b).v[i / 16 * 16 + i % 8];
-    return r;
-}
-PW_INLINE B high_longs(B a, B b) {
-    B r;
-    for (int i = 0; i < 64; ++i) r.v[i] = (i % 16 < 8 ? a : b).v[i / 16 * 16 + 8 + i % 8];
-    return r;
-}
-// 8 bytes, eight times.
-PW_INLINE B same8(const uint8_t* p) {
-    B r;
-    for (int i = 0; i < 64; ++i) r.v[i] = p[i % 8];
-    return r;
-}
-// In each quarter, words 0 and 2, or 1 and 3, of a, then of b.
-PW_INLINE I even_words(I a, I b) {
-    I r;
-    for (int i = 0; i < 16; ++i) r.v[i] = (i % 4 < 2 ? a : b).v[i / 4 * 4 + i % 2 * 2];
-    return r;
-}
-PW_INLINE I odd_words(I a, I b) {
-    I r;
-    for (int i = 0; i < 16; ++i) r.v[i] = (i % 4 < 2 ? a : b).v[i / 4 * 4 + i % 2 * 2 + 1];
-    return r;
-}
-// The lower, or the upper, halves of a and b.
-PW_INLINE I low_halves(I a, I b) {
-    I r;
-    for (int i = 0; i < 16; ++i) r.v[i] = (i < 8 ? a : b).v[i % 8];
-    return r;
-}
-PW_INLINE I high_halves(I a, I b) {
-    I r;
-    for (int i = 0; i < 16; ++i) r.v[i] = (i < 8 ? a : b).v[i % 8 + 8];
-    return r;
-}
-// Word K of each quarter, four times.
-template <int K> PW_INLINE B spread(B a) {
-    B r;
-    for (int i = 0; i < 64; ++i) r.v[i] = a.v[i / 16 * 16 + 4 * K + i % 4];
-    return r;
-}
-// 64 codes of 4 bits.
-PW_INLINE B nibbles64(const uint8_t* p) {
-    B r;
-    for (int i = 0; i < 64; ++i) r.v[i] = (uint8_t)(p[i / 2] >> i % 2 * 4 & 15);
-    return r;
-}
-// Four rows of 64 bytes: quarter q of v[t] becomes [byte 16 * q + 4 * t + 0 to 3][row].
-PW_INLINE void interleave4(B* v) {
-    B r[4];
-    for (int t = 0; t < 4; ++t)
-        for (int i = 0; i < 64; ++i) r[t].v[i] = v[i % 4].v[i / 16 * 16 + 4 * t + i % 16 / 4];
-    memcpy(v, r, sizeof r);
-}
-#endif
 
 PW_INLINE F fabs16(F a) { return bitcast(iand(bits(a), iset(0x7fffffff))); }
 PW_INLINE B bytes(I a) { return bytes(bitcast(a)); }
@@ -247,12 +22,12 @@ static_assert(CHUNK <= MOST_CODED);
 
 // Whether codes are multiplied as they are: 8 or 4 bits in whole vectors, with one scale where one is wanted.
 inline bool plain_keys(const AttentionArgs& a, const AttentionPlan& p) {
-    return a.past && (a.past_keys->bits == 8 || a.past_keys->bits == 4) && a.size == p.width && p.width <= MOST_CODED && a.past_keys->tokens % 16 == 0 &&
-           a.past_keys->channels == 1;
+    return a.past && (a.past_keys->bits == 8 || a.past_keys->bits == 4) && a.size == p.width && p.width <= MOST_CODED &&
+           a.past_keys->tokens % 16 == 0 && a.past_keys->channels == 1;
 }
 inline bool plain_values(const AttentionArgs& a, const AttentionPlan& p) {
-    return a.past && (a.past_values->bits == 8 || a.past_values->bits == 4) && a.size == p.width && a.past_values->tokens == 1 &&
-           (a.past_values->channels % 16 == 0 || a.past_values->channels >= a.size);
+    return a.past && (a.past_values->bits == 8 || a.past_values->bits == 4) && a.size == p.width &&
+           a.past_values->tokens == 1 && (a.past_values->channels % 16 == 0 || a.past_values->channels >= a.size);
 }
 
 // -- numbers in 16 bits -----------------------------------------------------------------------------------------------
@@ -266,8 +41,8 @@ struct Steps16 {
 };
 PW_INLINE I of_limbs(I high, I low) { return iadd(ishl8(high), low); }
 
-// x rounded to n, and what is missing, added to `rest`. Products of codes with the rest are replaced by those of the middle
-// of the codes. A NaN stays in the rest.
+// x rounded to n, and what is missing, added to `rest`. Products of codes with the rest are replaced by those of the
+// middle of the codes. A NaN stays in the rest.
 PW_INLINE I round16(F x, F* rest) {
     const I n = iround(fmost(fleast(x, fset(MOST16)), fset(-MOST16)));
     *rest = fadd(*rest, fsub(x, cvt(n)));
@@ -275,12 +50,14 @@ PW_INLINE I round16(F x, F* rest) {
 }
 constexpr float middle(int bits) { return (float)(1 << (bits - 1)); }
 // What a sum of dot_bytes starts from: if bytes are signed, codes of 8 bits count from 128.
-template <bool ALL8> PW_INLINE I begin_dots(I start, B x) { return SIGNED_BYTES && ALL8 ? isub(start, dot_bytes<true>(iset(0), bytes(iset(0)), x)) : start; }
+template <bool ALL8> PW_INLINE I begin_dots(I start, B x) {
+    return SIGNED_BYTES && ALL8 ? isub(start, dot_bytes<true>(iset(0), bytes(iset(0)), x)) : start;
+}
 
 // -- queries with keys ------------------------------------------------------------------------------------------------
 
-// Limbs of four rows: [channels / 8][high and low limbs of rows 0, 2, 1, 3][8]. Codes of 4 bits are multiplied in the order
-// of their bytes: of 16 channels first the even, then the odd ones. Numbers are turned into limbs in the order of
+// Limbs of four rows: [channels / 8][high and low limbs of rows 0, 2, 1, 3][8]. Codes of 4 bits are multiplied in the
+// order of their bytes: of 16 channels first the even, then the odd ones. Numbers are turned into limbs in the order of
 // `limb_order`, in which they leave limbs32.
 constexpr int64_t limb_width(int64_t width) { return (width + 31) / 32 * 32; }
 inline void limb_order(const float* from, int bits, float* to) {  // of 32 channels
@@ -290,10 +67,10 @@ inline void limb_order(const float* from, int bits, float* to) {  // of 32 chann
         for (int i = 0; i < 32; ++i) to[i] = from[i / 8 % 2 * 16 + i / 4 % 2 + 8 * (i / 16) + i % 4 * 2];
 }
 struct QueryLimbs {
-    uint8_t* limbs;      // [groups of keys][rows / 4][8 * limb_width]
-    float* base;         // [groups of keys][rows / 4][row][4]: a score is sum * step + base
-    float* step;         // [rows / 4][row][4]
-    float* scaled;       // [rows, in fours][limb_width]: q / step, in the order of limbs
+    uint8_t* limbs;           // [groups of keys][rows / 4][8 * limb_width]
+    float* base;              // [groups of keys][rows / 4][row][4]: a score is sum * step + base
+    float* step;              // [rows / 4][row][4]
+    float* scaled;            // [rows, in fours][limb_width]: q / step, in the order of limbs
     float *scales, *offsets;  // [groups of keys][limb_width], scales in the order of limbs
 };
 inline int64_t most_groups(const CacheCodes& c) { return CHUNK / c.tokens + 2; }  // of keys in a chunk
@@ -310,13 +87,15 @@ inline void sum_lanes(const F* x, float* out) {
 }
 
 // The limbs for keys [key, end), which are codes. Steps are for all of their groups.
-inline void take_query_limbs(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key, int64_t end, const float* q,
-                             const QueryLimbs& to) {
+inline void take_query_limbs(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key,
+                             int64_t end, const float* q, const QueryLimbs& to) {
     const CacheCodes& c = *a.past_keys;
-    const int64_t wide = limb_width(p.width), group0 = key / c.tokens, groups = (end + c.tokens - 1) / c.tokens - group0, packs = (p.rows + 3) / 4;
+    const int64_t wide = limb_width(p.width), group0 = key / c.tokens,
+                  groups = (end + c.tokens - 1) / c.tokens - group0, packs = (p.rows + 3) / 4;
     alignas(64) float most[MOST_CODED] = {0}, x[MOST_CODED] = {0};
     for (int64_t g = 0; g < groups; ++g) {
-        const char *scale = scale_at(c, b, shared, (group0 + g) * c.tokens), *offset = offset_at(c, b, shared, (group0 + g) * c.tokens);
+        const char *scale = scale_at(c, b, shared, (group0 + g) * c.tokens),
+                   *offset = offset_at(c, b, shared, (group0 + g) * c.tokens);
         for (int64_t d = 0; d < p.width; d += 16) {
             const F s = load16(scale, c.kind, d);
             fstore(x + d, s);
@@ -357,7 +136,8 @@ inline void take_query_limbs(const AttentionArgs& a, const AttentionPlan& p, int
             PW_UNROLL for (int i = 0; i < 4; ++i) rest[i] = fmul(rest[i], middles[i]);
             PW_ROLLED for (int64_t d = 0; d < p.width; d += 16) {
                 const F o = fload(offsets + d);
-                PW_UNROLL for (int i = 0; i < 4; ++i) rest[i] = fma(fload(own + (next || 4 * r + i < p.rows ? i : 0) * p.width + d), o, rest[i]);
+                PW_UNROLL for (int i = 0; i < 4; ++i) rest[i] =
+                    fma(fload(own + (next || 4 * r + i < p.rows ? i : 0) * p.width + d), o, rest[i]);
             }
             sum_lanes(rest, to.base + (g * packs + r) * 16);
         }
@@ -366,8 +146,8 @@ inline void take_query_limbs(const AttentionArgs& a, const AttentionPlan& p, int
 
 // Scores of 16 keys for four rows.
 template <int BITS>
-void score_codes(const uint8_t* keys, int64_t step, const char* soon, int64_t soon_step, const uint8_t* limbs, const float* steps, const float* bases,
-                 int64_t width, float* scores, int64_t ld) {
+void score_codes(const uint8_t* keys, int64_t step, const char* soon, int64_t soon_step, const uint8_t* limbs,
+                 const float* steps, const float* bases, int64_t width, float* scores, int64_t ld) {
     constexpr bool ALL8 = BITS == 8;
     const F scale = fload(steps), base = fload(bases);
     I start = iset(0);
@@ -378,7 +158,8 @@ void score_codes(const uint8_t* keys, int64_t step, const char* soon, int64_t so
         if (soon_step)
             for (int j = 0; j < 4; ++j)
                 for (int64_t at = 0; at < width * BITS / 8; at += 64)
-                    __builtin_prefetch(k + (AHEAD + j) * step + at), __builtin_prefetch(soon + j * soon_step + at, 0, 2);
+                    __builtin_prefetch(k + (AHEAD + j) * step + at),
+                        __builtin_prefetch(soon + j * soon_step + at, 0, 2);
         I sum[4];
         PW_UNROLL for (int j = 0; j < 4; ++j) sum[j] = start;
         const auto add16 = [&] {  // channels
@@ -390,27 +171,31 @@ void score_codes(const uint8_t* keys, int64_t step, const char* soon, int64_t so
                 k += 8;
                 PW_UNROLL for (int j = 0; j < 4; ++j) c[j] = same8(k + j * step);
             }
-            PW_UNROLL for (int j = 0; j < 4; ++j) sum[j] = dot_bytes<ALL8>(sum[j], ALL8 ? c[j] : bmask(bright(c[j], 4), 15), z);
+            PW_UNROLL for (int j = 0; j < 4; ++j) sum[j] =
+                dot_bytes<ALL8>(sum[j], ALL8 ? c[j] : bmask(bright(c[j], 4), 15), z);
             k += 8, x += 128;
         };
         int64_t d = 64;
         PW_ROLLED for (; d <= width; d += 64) add16(), add16(), add16(), add16();
         PW_ROLLED for (d -= 64; d < width; d += 16) add16();
         // The two words of a limb, then [limb][key].
-        const I a = iadd(even_words(sum[0], sum[1]), odd_words(sum[0], sum[1])), b = iadd(even_words(sum[2], sum[3]), odd_words(sum[2], sum[3]));
+        const I a = iadd(even_words(sum[0], sum[1]), odd_words(sum[0], sum[1])),
+                b = iadd(even_words(sum[2], sum[3]), odd_words(sum[2], sum[3]));
         const I even = even_words(a, b), odd = odd_words(a, b);
         const I n = of_limbs(low_halves(even, odd), high_halves(even, odd));
         bstore4((uint8_t*)(scores + 4 * i), 4 * ld, bytes(fma(cvt(n), scale, base)));
     }
 }
-// Scores of 16 keys with codes, of a group: scores[r][16], `ld` apart, with room for a multiple of four rows. soon: rows of
-// codes that are needed soon.
-inline void score_codes(const AttentionPlan& p, int bits, const uint8_t* keys, int64_t step, const char* soon, int64_t soon_step, const QueryLimbs& q,
-                        int64_t group, float* scores, int64_t ld) {
+// Scores of 16 keys with codes, of a group: scores[r][16], `ld` apart, with room for a multiple of four rows. soon:
+// rows of codes that are needed soon.
+inline void score_codes(const AttentionPlan& p, int bits, const uint8_t* keys, int64_t step, const char* soon,
+                        int64_t soon_step, const QueryLimbs& q, int64_t group, float* scores, int64_t ld) {
     const int64_t packs = (p.rows + 3) / 4, wide = limb_width(p.width);
     for (int64_t r = 0; r < packs; ++r)
-        (bits == 8 ? &score_codes<8> : &score_codes<4>)(keys, step, soon, r ? 0 : soon_step, q.limbs + (group * packs + r) * 8 * wide, q.step + 16 * r,
-                                                        q.base + (group * packs + r) * 16, p.width, scores + 4 * r * ld, ld);
+        (bits == 8 ? &score_codes<8> : &score_codes<4>)(keys, step, soon, r ? 0 : soon_step,
+                                                        q.limbs + (group * packs + r) * 8 * wide, q.step + 16 * r,
+                                                        q.base + (group * packs + r) * 16, p.width, scores + 4 * r * ld,
+                                                        ld);
 }
 
 // -- weights with values ----------------------------------------------------------------------------------------------
@@ -418,14 +203,15 @@ inline void score_codes(const AttentionPlan& p, int bits, const uint8_t* keys, i
 constexpr int64_t TILE = 64;  // channels that are summed up together
 
 struct ValueRoom {
-    uint8_t* codes;  // [keys / 4][4][64], as interleave4 leaves them
-    uint8_t* limbs;  // [rows][keys / 32][as limbs32 leaves a quarter][quarter of the tile][16]
+    uint8_t* codes;           // [keys / 4][4][64], as interleave4 leaves them
+    uint8_t* limbs;           // [rows][keys / 32][as limbs32 leaves a quarter][quarter of the tile][16]
     float *scales, *offsets;  // [keys]
     float *step, *plus;       // [rows][4]: what a quarter adds is sum * step + plus
 };
 
 // Number `g` of each of n rows of `groups` numbers, `step` numbers apart.
-template <int KIND> inline void widen_column(const char* p, int64_t g, int64_t groups, int64_t step, int64_t n, float* to) {
+template <int KIND>
+inline void widen_column(const char* p, int64_t g, int64_t groups, int64_t step, int64_t n, float* to) {
     if (KIND == BF16 && groups == 2 && step == 2) {  // half of each word
         for (int64_t i = 0; i < n; i += 16) {
             const I two = iload((const int32_t*)p + i);
@@ -435,7 +221,8 @@ template <int KIND> inline void widen_column(const char* p, int64_t g, int64_t g
     }
     alignas(64) char some[64];
     for (int64_t i = 0; i < n; i += 16) {
-        for (int64_t j = 0; j < 16; ++j) memcpy(some + j * bytes_of(KIND), p + ((i + j) * step + g) * bytes_of(KIND), (size_t)bytes_of(KIND));
+        for (int64_t j = 0; j < 16; ++j)
+            memcpy(some + j * bytes_of(KIND), p + ((i + j) * step + g) * bytes_of(KIND), (size_t)bytes_of(KIND));
         fstore(to + i, load_kind<KIND>(some));
     }
 }
@@ -446,7 +233,8 @@ inline void widen_column(const char* p, int kind, int64_t g, int64_t groups, int
 
 // Limbs of the weights [rows][ld] of n keys times the scales of the values, for quarters [first, end) of a tile, which
 // have the same scales. Weights are at most 1, and in a chunk one is 1.
-inline void take_weight_limbs(const AttentionPlan& p, int bits, int64_t n, const float* weights, int64_t ld, int first, int end, const ValueRoom& room) {
+inline void take_weight_limbs(const AttentionPlan& p, int bits, int64_t n, const float* weights, int64_t ld, int first,
+                              int end, const ValueRoom& room) {
     F most = fset(0);
     for (int64_t j = 0; j < n; j += 16) most = fmost(fabs16(fload(room.scales + j)), most);
     const Steps16 s(fmost(most));
@@ -469,7 +257,8 @@ inline void take_weight_limbs(const AttentionPlan& p, int bits, int64_t n, const
     }
 }
 // Codes of `channels` channels of n values, up to a multiple of 32; those beyond are 0.
-template <int BITS> inline void interleave_codes(const uint8_t* values, int64_t step, int64_t channels, int64_t n, uint8_t* to) {
+template <int BITS>
+inline void interleave_codes(const uint8_t* values, int64_t step, int64_t channels, int64_t n, uint8_t* to) {
     const size_t bytes = (size_t)(channels * BITS / 8);
     for (int64_t j = 0; j < n; j += 4, values += 4 * step, to += 256) {
         B v[4];
@@ -491,44 +280,43 @@ template <int BITS> inline void interleave_codes(const uint8_t* values, int64_t 
 // Sums over n keys for the limbs of R rows: [row][limb][channel of the tile].
 template <bool ALL8, int R> void dot_values(const uint8_t* codes, const uint8_t* limbs, int64_t n, int32_t* sums) {
     I sum[R][2][4];
-    PW_UNROLL for (int r = 0; r < R; ++r)
-        PW_UNROLL for (int l = 0; l < 2; ++l)
-            PW_UNROLL for (int t = 0; t < 4; ++t) sum[r][l][t] = iset(0);
+    PW_UNROLL for (int r = 0; r < R; ++r) PW_UNROLL for (int l = 0; l < 2; ++l) PW_UNROLL for (int t = 0; t < 4; ++t)
+        sum[r][l][t] = iset(0);
     if (SIGNED_BYTES && ALL8)
         for (int r = 0; r < R; ++r)
             for (int64_t j = 0; j < n; j += 8) {
                 const B x = bload(limbs + r * CHUNK * 8 + 8 * j);
                 const I high = begin_dots<ALL8>(begin_dots<ALL8>(iset(0), spread<0>(x)), spread<1>(x));
                 const I low = begin_dots<ALL8>(begin_dots<ALL8>(iset(0), spread<2>(x)), spread<3>(x));
-                for (int t = 0; t < 4; ++t) sum[r][0][t] = iadd(sum[r][0][t], high), sum[r][1][t] = iadd(sum[r][1][t], low);
+                for (int t = 0; t < 4; ++t)
+                    sum[r][0][t] = iadd(sum[r][0][t], high), sum[r][1][t] = iadd(sum[r][1][t], low);
             }
     const auto four = [&](const B(&x)[R][2], const uint8_t* from) {
         B c[4];
         PW_UNROLL for (int t = 0; t < 4; ++t) c[t] = bload(from + 64 * t);
-        PW_UNROLL for (int r = 0; r < R; ++r)
-            PW_UNROLL for (int l = 0; l < 2; ++l)
-                PW_UNROLL for (int t = 0; t < 4; ++t) sum[r][l][t] = dot_bytes<ALL8>(sum[r][l][t], c[t], x[r][l]);
+        PW_UNROLL for (int r = 0; r < R; ++r) PW_UNROLL for (int l = 0; l < 2; ++l)
+            PW_UNROLL for (int t = 0; t < 4; ++t) sum[r][l][t] = dot_bytes<ALL8>(sum[r][l][t], c[t], x[r][l]);
     };
     PW_ROLLED for (int64_t j = 0; j < n; j += 32, codes += 1024)
         PW_ROLLED for (int i = 0; i < 4; ++i, codes += 256, limbs += 64) {  // the keys of a quarter of limbs32
-            B all[R], x[R][2];
-            PW_UNROLL for (int r = 0; r < R; ++r) all[r] = bload(limbs + r * CHUNK * 8);
-            PW_UNROLL for (int r = 0; r < R; ++r) x[r][0] = spread<0>(all[r]), x[r][1] = spread<2>(all[r]);
-            four(x, codes);
-            PW_UNROLL for (int r = 0; r < R; ++r) x[r][0] = spread<1>(all[r]), x[r][1] = spread<3>(all[r]);
-            four(x, codes + 1024);
-        }
-    PW_UNROLL for (int r = 0; r < R; ++r)
-        PW_UNROLL for (int l = 0; l < 2; ++l)
-            PW_UNROLL for (int t = 0; t < 4; ++t) bstore4((uint8_t*)(sums + 64 * (2 * r + l) + 4 * t), 64, bytes(sum[r][l][t]));
+        B all[R], x[R][2];
+        PW_UNROLL for (int r = 0; r < R; ++r) all[r] = bload(limbs + r * CHUNK * 8);
+        PW_UNROLL for (int r = 0; r < R; ++r) x[r][0] = spread<0>(all[r]), x[r][1] = spread<2>(all[r]);
+        four(x, codes);
+        PW_UNROLL for (int r = 0; r < R; ++r) x[r][0] = spread<1>(all[r]), x[r][1] = spread<3>(all[r]);
+        four(x, codes + 1024);
+    }
+    PW_UNROLL for (int r = 0; r < R; ++r) PW_UNROLL for (int l = 0; l < 2; ++l) PW_UNROLL for (int t = 0; t < 4; ++t)
+        bstore4((uint8_t*)(sums + 64 * (2 * r + l) + 4 * t), 64, bytes(sum[r][l][t]));
 }
 constexpr int VALUE_ROWS = FLOAT_TILES == 2 ? 2 : 1;  // rows whose sums fit registers
 
 // Adds weights [rows][ld] times n values with codes from `key` on to the sums [rows][width]; n is a multiple of 16.
-inline void add_coded_values(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key, int64_t n, const float* weights,
-                             int64_t ld, const ValueRoom& room, float* sums) {
+inline void add_coded_values(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key,
+                             int64_t n, const float* weights, int64_t ld, const ValueRoom& room, float* sums) {
     const CacheCodes& c = *a.past_values;
-    const int64_t channels = std::min<int64_t>(c.channels, p.width), groups = (p.width + channels - 1) / channels, step = c.code_strides[2];
+    const int64_t channels = std::min<int64_t>(c.channels, p.width), groups = (p.width + channels - 1) / channels,
+                  step = c.code_strides[2];
     const uint8_t* codes = codes_at(c, b, shared, key);
     const char *scale = scale_at(c, b, shared, key), *offset = offset_at(c, b, shared, key);
     int64_t taken = -1;  // the group of channels that all quarters of the limbs are of
@@ -545,7 +333,8 @@ inline void add_coded_values(const AttentionArgs& a, const AttentionPlan& p, int
             taken = i == 0 && end == quarters ? g : -1;
             i = end;
         }
-        (c.bits == 8 ? &interleave_codes<8> : &interleave_codes<4>)(codes + d * c.bits / 8, step, 16 * quarters, n, room.codes);
+        (c.bits == 8 ? &interleave_codes<8> : &interleave_codes<4>)(codes + d * c.bits / 8, step, 16 * quarters, n,
+                                                                    room.codes);
         for (int64_t r = 0; r < p.rows; r += VALUE_ROWS) {
             const int rows = (int)std::min<int64_t>(VALUE_ROWS, p.rows - r);
             alignas(64) int32_t found[VALUE_ROWS * 2 * 64];

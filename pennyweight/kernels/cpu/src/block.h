@@ -1,12 +1,12 @@
 // The steps of a transformer block in one call with one parallel region; block_steps.h has the steps.
 //
 // Steps are grouped into segments: attention alone, and what is between. All steps between are row by row, so with many
-// rows a thread takes a range of rows through all steps of a segment by itself: buffers that only this segment uses stay
-// in its cache, and threads need not wait for each other. With fewer rows threads share each phase of a step and wait
-// for each other between phases. With many sequences a thread takes some of them through all segments.
+// rows a thread takes a range of rows through all steps of a segment by itself: buffers that only this segment uses
+// stay in its cache, and threads need not wait for each other. With fewer rows threads share each phase of a step and
+// wait for each other between phases. With many sequences a thread takes some of them through all segments.
 //
-// Which thread runs what, and what else is in the call, does not change a result: a row of the output depends on its own
-// row of the input (and, after attention, on its own sequence) alone.
+// Which thread runs what, and what else is in the call, does not change a result: a row of the output depends on its
+// own row of the input (and, after attention, on its own sequence) alone.
 #pragma once
 
 #include <atomic>
@@ -25,13 +25,14 @@ int threads_for(const Block& b) {
     for (const BlockStep* s = b.steps; s < b.steps + b.step_count; ++s) {
         double products = 0;
         if (s->kind == STEP_LINEAR)
-            for (int i = 0; i < s->linear->count; ++i) products += rows * (double)s->linear->weights[i].n * (double)s->linear->weights[i].kp;
-        else if (s->kind == STEP_NORM)
-            products = 16 * rows * (double)b.buffers[s->norm->x].width;
+            for (int i = 0; i < s->linear->count; ++i)
+                products += rows * (double)s->linear->weights[i].n * (double)s->linear->weights[i].kp;
+        else if (s->kind == STEP_NORM) products = 16 * rows * (double)b.buffers[s->norm->x].width;
         else if (s->kind == STEP_ROTARY)
             products = 16 * rows * ((double)s->rotary->heads + 2.0 * s->rotary->shared) * s->rotary->size;
         else
-            products = 2 * rows * s->attention->heads * s->attention->size * (double)(s->attention->k.buffer < 0 ? b.coded + b.length : b.tokens);
+            products = 2 * rows * s->attention->heads * s->attention->size *
+                       (double)(s->attention->k.buffer < 0 ? b.coded + b.length : b.tokens);
         most = std::max(most, products);
     }
     return (int)std::min<double>(b.threads, 1 + most / PRODUCTS_PER_THREAD);
@@ -67,7 +68,8 @@ struct Segment {
         for (const BlockStep* s = first; s < end; ++s) weights += weight_bytes(*s);
         const int64_t least = fewest_rows(weights);
         if (by_row() && f.rows >= 2 * threads * least) {
-            const int64_t fitting = std::max(least, std::min(MOST_ROWS, RANGE_BYTES / std::max<int64_t>(1, f.b.scratch * 4)));
+            const int64_t fitting =
+                std::max(least, std::min(MOST_ROWS, RANGE_BYTES / std::max<int64_t>(1, f.b.scratch * 4)));
             range = std::min(fitting, f.rows / (2 * threads)) / 8 * 8;
             ranges = (f.rows + range - 1) / range;
         }
@@ -207,8 +209,12 @@ class Execution {
             }
             for (const StepPlan& p : s.steps)
                 for (int i = 0; i < p.phases; ++i)
-                    phase(p.units(f, i), [&] { if (i == 0) p.begin(f, id, room, common); },
-                          [&](int64_t u) { p.run(f, id, i, u, room, common); });
+                    phase(
+                        p.units(f, i),
+                        [&] {
+                            if (i == 0) p.begin(f, id, room, common);
+                        },
+                        [&](int64_t u) { p.run(f, id, i, u, room, common); });
         }
         (void)team;
     }
@@ -216,7 +222,9 @@ class Execution {
 
 // Sequences [first, first + batch) of a call.
 class Sequences {
-    struct Own { Buffer buffer; };
+    struct Own {
+        Buffer buffer;
+    };
     std::vector<Own> buffers;
     CacheCodes keys, values;
 
@@ -240,14 +248,16 @@ class Sequences {
     static void move(const CacheCodes*& from, CacheCodes& to, int64_t sequences) {
         to = *from, from = &to;
         move(to.codes, sequences * to.code_strides[0], U8);
-        move(to.scale, sequences * to.scale_strides[0], to.kind), move(to.offset, sequences * to.offset_strides[0], to.kind);
+        move(to.scale, sequences * to.scale_strides[0], to.kind),
+            move(to.offset, sequences * to.offset_strides[0], to.kind);
     }
     template <class T> static void move(T*& p, int64_t elements, int kind) {
         if (p) p = (T*)((char*)p + elements * size_of(kind));
     }
 };
 
-// Sequences that a thread takes through all steps by itself, so that all buffers stay in its cache; 0: threads share all.
+// Sequences that a thread takes through all steps by itself, so that all buffers stay in its cache; 0: threads share
+// all.
 constexpr int64_t SEQUENCE_BYTES = 2 << 20;
 int64_t sequences_for(const Block& b, int threads) {
     double weights = 0;
@@ -257,7 +267,8 @@ int64_t sequences_for(const Block& b, int threads) {
         attention |= s->kind == STEP_ATTENTION;
     }
     const int64_t count = (fewest_rows(weights) + b.tokens - 1) / b.tokens;
-    return attention && b.batch >= 2 * threads * count && count * b.tokens * b.scratch * 4 <= SEQUENCE_BYTES ? count : 0;
+    return attention && b.batch >= 2 * threads * count && count * b.tokens * b.scratch * 4 <= SEQUENCE_BYTES ? count
+                                                                                                             : 0;
 }
 
 int block(const Block* call) {
@@ -276,7 +287,8 @@ int block(const Block* call) {
     };
     if (const int64_t count = sequences_for(b, threads)) {
         const int64_t parts = (b.batch + count - 1) / count, last = b.batch - (parts - 1) * count;
-        const int64_t bytes = std::max(Execution(Sequences(b, 0, count).b, 1).bytes, Execution(Sequences(b, 0, last).b, 1).bytes);
+        const int64_t bytes =
+            std::max(Execution(Sequences(b, 0, count).b, 1).bytes, Execution(Sequences(b, 0, last).b, 1).bytes);
         char* space = block_room.get((size_t)(bytes * threads));
         if (!space) return NO_MEMORY;
         std::atomic<int64_t> next{0};

@@ -23,7 +23,7 @@ struct Buffers {
     int64_t rows;
     char* scratch;
     int64_t row0 = 0;
-    char* local = nullptr;      // scratch of a thread for buffers of one segment, of room for `local_rows`
+    char* local = nullptr;  // scratch of a thread for buffers of one segment, of room for `local_rows`
     int64_t local_rows = 0;
     const Use* uses = nullptr;
     int segment = 0;
@@ -90,8 +90,8 @@ struct LinearPlan {
         const LinearPlan& p;
         const Buffers& f;
         int out, function;
-        int64_t before;      // columns of the weight before those of the buffer
-        const float* gate;   // what KeepGate keeps, or null
+        int64_t before;     // columns of the weight before those of the buffer
+        const float* gate;  // what KeepGate keeps, or null
         int64_t first, column, rows;
 
         void operator()(const Finish& finish, float* c, int64_t m, int tokens, int64_t col, const Tokens& tok) const {
@@ -102,7 +102,10 @@ struct LinearPlan {
             const char* from = residual < 0 ? nullptr : f.at(residual, m, at);
             const float* gates = gate ? gate + (at - column) / 16 * rows + (m - first) * 16 : nullptr;
             if (at + 16 <= n && kind == F32 && function == IDENTITY && !gates && (!from || other == F32)) {
-                if (from) finish.each(c, tok, tokens, [&](int t, F y) { fstore((float*)(to + t * step), fadd(y, fload((const float*)(from + t * step)))); });
+                if (from)
+                    finish.each(c, tok, tokens, [&](int t, F y) {
+                        fstore((float*)(to + t * step), fadd(y, fload((const float*)(from + t * step))));
+                    });
                 else finish.each(c, tok, tokens, [&](int t, F y) { fstore((float*)(to + t * step), y); });
                 return;
             }
@@ -116,7 +119,8 @@ struct LinearPlan {
             }
         }
     };
-    // Keeps the columns of tiles of the gate, from `column` on, after the activation function: [tile][rows from `first`][16].
+    // Keeps the columns of tiles of the gate, from `column` on, after the activation function: [tile][rows from
+    // `first`][16].
     struct KeepGate {
         int function;
         float* gate;
@@ -134,10 +138,12 @@ struct LinearPlan {
             if (s.gated) {
                 float* gate = (float*)(room + in.row);
                 const int last = s.count - 1;
-                const int64_t first = k.first_token(mb0), half = s.count == 1 ? units.tiles : 0, rows = units.step * k.most * 16;
-                const int count = run_tiles(k, *s.weights, *s.args, tokens, tile, end, mb0, mb1, sums, KeepGate{s.function, gate, first, tile * 16, rows});
-                return run_tiles(k, s.weights[last], s.args[last], tokens, tile + half, tile + half + count, mb0, mb1, sums,
-                                 Write{*this, f, *s.out, IDENTITY, half * 16, gate, first, tile * 16, rows});
+                const int64_t first = k.first_token(mb0), half = s.count == 1 ? units.tiles : 0,
+                              rows = units.step * k.most * 16;
+                const int count = run_tiles(k, *s.weights, *s.args, tokens, tile, end, mb0, mb1, sums,
+                                            KeepGate{s.function, gate, first, tile * 16, rows});
+                return run_tiles(k, s.weights[last], s.args[last], tokens, tile + half, tile + half + count, mb0, mb1,
+                                 sums, Write{*this, f, *s.out, IDENTITY, half * 16, gate, first, tile * 16, rows});
             }
             const Place at(s.weights, tile, end);
             return run_tiles(k, s.weights[at.weight], s.args[at.weight], tokens, at.tile, at.end, mb0, mb1, sums,
@@ -163,8 +169,10 @@ inline RotaryArgs rotary_of(const BlockRotary& s, const Buffers& f) {
     a.q = (float*)f.at(s.q), a.k = (const float*)f.at(s.k), a.v = (const float*)f.at(s.v);
     a.q_stride = f.width(s.q.buffer), a.k_stride = f.width(s.k.buffer), a.v_stride = f.width(s.v.buffer);
     a.keys = b.keys, a.values = b.values, a.cos = b.cos, a.sin = b.sin;
-    memcpy(a.key_strides, b.key_strides, sizeof a.key_strides), memcpy(a.value_strides, b.value_strides, sizeof a.value_strides);
-    memcpy(a.cos_strides, b.cos_strides, sizeof a.cos_strides), memcpy(a.sin_strides, b.sin_strides, sizeof a.sin_strides);
+    memcpy(a.key_strides, b.key_strides, sizeof a.key_strides),
+        memcpy(a.value_strides, b.value_strides, sizeof a.value_strides);
+    memcpy(a.cos_strides, b.cos_strides, sizeof a.cos_strides),
+        memcpy(a.sin_strides, b.sin_strides, sizeof a.sin_strides);
     a.q_norm = s.q_norm, a.k_norm = s.k_norm;
     a.batch = b.batch, a.tokens = b.tokens, a.past = b.past;
     a.heads = s.heads, a.shared = s.shared, a.size = s.size, a.rotation = s.rotation, a.rotated = s.rotated;
@@ -184,10 +192,12 @@ inline AttentionArgs attention_of(const BlockAttention& s, const Buffers& f) {
     if (s.k.buffer < 0) {
         a.keys = b.keys, a.values = b.values, a.kind = b.cache_kind, a.length = b.coded + b.length;
         a.past = b.coded, a.past_keys = b.past_keys, a.past_values = b.past_values;
-        memcpy(a.key_strides, b.key_strides, sizeof a.key_strides), memcpy(a.value_strides, b.value_strides, sizeof a.value_strides);
+        memcpy(a.key_strides, b.key_strides, sizeof a.key_strides),
+            memcpy(a.value_strides, b.value_strides, sizeof a.value_strides);
     } else {
         a.keys = f.at(s.k), a.values = f.at(s.v), a.kind = f.kind(s.k.buffer), a.length = b.tokens;
-        strides(a.key_strides, s.k.buffer, size, f.width(s.k.buffer)), strides(a.value_strides, s.v.buffer, size, f.width(s.v.buffer));
+        strides(a.key_strides, s.k.buffer, size, f.width(s.k.buffer)),
+            strides(a.value_strides, s.v.buffer, size, f.width(s.v.buffer));
     }
     a.mask = b.mask, a.mask_kind = b.mask_kind;
     memcpy(a.mask_strides, b.mask_strides, sizeof a.mask_strides);
@@ -220,16 +230,21 @@ struct StepPlan {
     }
     int64_t per_thread(const Buffers& f) const {
         if (linear) return linear->per_thread();
-        return s.kind == STEP_ATTENTION ? whole_lines(attention_room(attention)) : s.kind == STEP_NORM ? whole_lines(f.width(s.norm->x) * 4) : 0;
+        return s.kind == STEP_ATTENTION ? whole_lines(attention_room(attention))
+               : s.kind == STEP_NORM    ? whole_lines(f.width(s.norm->x) * 4)
+                                        : 0;
     }
     int64_t units(const Buffers& f, int phase) const {
         if (linear) return phase + 1 < phases ? linear->k.token_blocks : linear->units.count;
-        return s.kind == STEP_NORM ? (f.rows + NORM_ROWS - 1) / NORM_ROWS : s.kind == STEP_ROTARY ? rotary_row_units() * f.rows : attention_units(attention, phase);
+        return s.kind == STEP_NORM     ? (f.rows + NORM_ROWS - 1) / NORM_ROWS
+               : s.kind == STEP_ROTARY ? rotary_row_units() * f.rows
+                                       : attention_units(attention, phase);
     }
     // What a thread does by itself before it takes units.
     void begin(const Buffers& f, int id, char* room, char* common) const {
         if (!linear || !linear->own) return;
-        for (int64_t mb = 0; mb < linear->k.token_blocks; ++mb) linear->prepare(f, id, common + linear->in.bytes * id, room, mb);
+        for (int64_t mb = 0; mb < linear->k.token_blocks; ++mb)
+            linear->prepare(f, id, common + linear->in.bytes * id, room, mb);
     }
     void run(const Buffers& f, int id, int phase, int64_t u, char* room, char* common) const {
         if (s.kind == STEP_NORM) return norm_rows(*s.norm, f, (float*)room, u);

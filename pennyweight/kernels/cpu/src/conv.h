@@ -34,7 +34,7 @@ struct ConvWork {
     Piece* pieces;                   // [sets of a group][pieces_of_set]
     bool all8() const { return w.bits == 8; }
     int32_t center() const { return w.center - (SIGNED_BYTES && all8() ? 128 : 0); }  // of the sums of dot4
-    int64_t sets() const { return w.c / w.channels; }                                // of a group
+    int64_t sets() const { return w.c / w.channels; }                                 // of a group
 };
 
 inline int64_t conv_pieces(const Conv& w, const ConvArgs& a, bool* merged) {
@@ -55,7 +55,8 @@ inline void make_pieces(ConvWork& k) {
         for (int64_t ky = 0; ky < w.kh; ++ky)
             for (int64_t kx = 0; kx < (merged ? 1 : w.kw); ++kx)
                 for (int64_t i = 0; i < run; i += CONV_CHUNK) {
-                    const int64_t at = (ky * a.dilation_h * k.s.columns + kx * a.dilation_w) * k.s.pixel + j * w.channels;
+                    const int64_t at =
+                        (ky * a.dilation_h * k.s.columns + kx * a.dilation_w) * k.s.pixel + j * w.channels;
                     const int64_t column = ((j * w.kh + ky) * w.kw + kx) * set / 4;
                     *out++ = {at + 4 * i, column + i, std::min(CONV_CHUNK, run - i)};
                 }
@@ -70,7 +71,8 @@ void decode_conv(const ConvWork& k, int64_t tile) {
         I center = iset(w.center);
         if (w.zero_point) center = iadd(center, zero16({a.zero_point, w.zero_point}, 16 * tile));
         for (int64_t i = 0; i < w.kh * w.kw; ++i)
-            fstore(k.direct_codes + i * width + 16 * tile, cvt(isub(iload8u((const uint8_t*)a.codes + i * width + 16 * tile), center)));
+            fstore(k.direct_codes + i * width + 16 * tile,
+                   cvt(isub(iload8u((const uint8_t*)a.codes + i * width + 16 * tile), center)));
         return;
     }
     if (k.decoded) {
@@ -100,7 +102,7 @@ struct ConvRoom {
     int32_t patch[CONV_BLOCK];                               // sums of the codes under a kernel
     alignas(64) int32_t sums[CONV_TILES * CONV_BLOCK * 16];  // [tile][pixel][16]
     alignas(64) float out[CONV_TILES * CONV_BLOCK * 16];
-    alignas(64) float limbs[CONV_TILES * CONV_BLOCK * 16];   // sums of the limbs so far
+    alignas(64) float limbs[CONV_TILES * CONV_BLOCK * 16];  // sums of the limbs so far
 };
 
 class ConvUnits {
@@ -146,11 +148,13 @@ class ConvUnits {
                 const Piece *piece = k.pieces + j * k.pieces_of_set, *end = piece + k.pieces_of_set;
                 for (bool fresh = true; piece < end; fresh = false) {
                     int64_t pieces = 0, columns = 0;
-                    while (piece + pieces < end && (!pieces || columns + piece[pieces].count <= CONV_CHUNK)) columns += piece[pieces++].count;
+                    while (piece + pieces < end && (!pieces || columns + piece[pieces].count <= CONV_CHUNK))
+                        columns += piece[pieces++].count;
                     for (int64_t b = 0, p = 0; b < blocks; ++b) {
                         const int64_t n = small + (b < larger);
                         const ConvMicro micro = k.all8() ? pick_conv<true>(t1 - t0, n) : pick_conv<false>(t1 - t0, n);
-                        micro(k.codes + t0 * k.tile_bytes, k.tile_bytes, piece, pieces, px + p, room.sums + 16 * p, 16 * CONV_BLOCK, fresh);
+                        micro(k.codes + t0 * k.tile_bytes, k.tile_bytes, piece, pieces, px + p, room.sums + 16 * p,
+                              16 * CONV_BLOCK, fresh);
                         p += n;
                     }
                     piece += pieces;
@@ -170,7 +174,8 @@ class ConvUnits {
         const int32_t* sums = room.sums + at;
         float *out = room.out + at, *limbs = room.limbs + at;
         const bool last = limb + 1 == limbs_of(w);
-        const I center = w.zero_point ? iadd(iset(k.center()), zero16({k.a.zero_point, w.zero_point}, index)) : iset(k.center());
+        const I center =
+            w.zero_point ? iadd(iset(k.center()), zero16({k.a.zero_point, w.zero_point}, index)) : iset(k.center());
         I shift = iset(0);
         if (k.zeros && x.zero) {
             const I columns = iset((int32_t)(w.channels * w.kh * w.kw));
@@ -202,8 +207,10 @@ class ConvUnits {
             const int64_t pixel = k.s.pixel, neighbours = pixel * k.a.stride_w * (DIRECT_PIXELS - 1);
             if (const DirectRow row = pick_direct(w.kw, k.a.stride_w, k.a.dilation_w))
                 while (p + DIRECT_PIXELS <= count) {
-                    if (room.px[p + DIRECT_PIXELS - 1] - room.px[p] == neighbours && first_of_row(first + p) + k.a.ow >= first + p + DIRECT_PIXELS) {
-                        row(codes, width, w.kh, k.a.dilation_h * k.s.columns * pixel, room.px[p] + 16 * tile, pixel, zero, room.out + 16 * p);
+                    if (room.px[p + DIRECT_PIXELS - 1] - room.px[p] == neighbours &&
+                        first_of_row(first + p) + k.a.ow >= first + p + DIRECT_PIXELS) {
+                        row(codes, width, w.kh, k.a.dilation_h * k.s.columns * pixel, room.px[p] + 16 * tile, pixel,
+                            zero, room.out + 16 * p);
                         p += DIRECT_PIXELS;
                     } else {
                         direct_micro<1>(codes, width, k.taps, taps, room.px + p, 16 * tile, zero, room.out + 16 * p);
@@ -211,13 +218,16 @@ class ConvUnits {
                     }
                 }
             for (; p + DIRECT_PIXELS <= count; p += DIRECT_PIXELS)
-                direct_micro<DIRECT_PIXELS>(codes, width, k.taps, taps, room.px + p, 16 * tile, zero, room.out + 16 * p);
-            for (; p < count; ++p) direct_micro<1>(codes, width, k.taps, taps, room.px + p, 16 * tile, zero, room.out + 16 * p);
+                direct_micro<DIRECT_PIXELS>(codes, width, k.taps, taps, room.px + p, 16 * tile, zero,
+                                            room.out + 16 * p);
+            for (; p < count; ++p)
+                direct_micro<1>(codes, width, k.taps, taps, room.px + p, 16 * tile, zero, room.out + 16 * p);
             return;
         }
         int32_t source[16];
         for (int64_t i = 0; i < 16; ++i) source[i] = (int32_t)(std::min(16 * tile + i, w.o - 1) / k.rows_of_group);
-        for (int64_t p = 0; p < count; ++p) direct_micro(codes, width, k.taps, taps, room.px[p], source, zero, room.out + 16 * p);
+        for (int64_t p = 0; p < count; ++p)
+            direct_micro(codes, width, k.taps, taps, room.px[p], source, zero, room.out + 16 * p);
     }
 
   public:
@@ -232,14 +242,16 @@ class ConvUnits {
             for (int64_t t = t0; t < t1; ++t) {
                 depthwise(t, first, count, room);
                 const float* sums = room.out;
-                out.store([=](int64_t i) { return fload(sums + 16 * i); }, room.out, t, 16 * t, std::min(16 * t + 16, k.w.o), first, count);
+                out.store([=](int64_t i) { return fload(sums + 16 * i); }, room.out, t, 16 * t,
+                          std::min(16 * t + 16, k.w.o), first, count);
             }
             return;
         }
         for (int64_t t = t0; t < t1;) {
             const int64_t group = 16 * t / k.rows_of_group, last = std::min(16 * t + 15, k.w.o - 1) / k.rows_of_group;
             int64_t n = 1;  // tiles of this group alone
-            while (t + n < t1 && n < CONV_TILES && std::min(16 * (t + n) + 15, k.w.o - 1) / k.rows_of_group == group) ++n;
+            while (t + n < t1 && n < CONV_TILES && std::min(16 * (t + n) + 15, k.w.o - 1) / k.rows_of_group == group)
+                ++n;
             for (int64_t g = group; g <= last; ++g) {
                 dense(t, t + n, g, first, count, room);
                 for (int64_t i = t; i < t + n; ++i) {
@@ -248,7 +260,9 @@ class ConvUnits {
                     float* to = room.out + (i - t) * CONV_BLOCK * 16;
                     const int32_t *sums = room.sums + (i - t) * CONV_BLOCK * 16, *patch = room.patch;
                     if (folded()) out.store([=](int64_t p) { return fload(to + 16 * p); }, to, i, r0, r1, first, count);
-                    else out.store([=](int64_t p) { return cvt(isub(iload(sums + 16 * p), iset(patch[p]))); }, to, i, r0, r1, first, count);
+                    else
+                        out.store([=](int64_t p) { return cvt(isub(iload(sums + 16 * p), iset(patch[p]))); }, to, i, r0,
+                                  r1, first, count);
                 }
             }
             t += n;

@@ -22,7 +22,9 @@ class ConvOutput {
 
     // Rows [r0, r1) of a tile for pixels [first, first + count): value(i) is the sum of pixel `first` + i, without the
     // scale. room: [count][16].
-    template <class Value> void store(const Value& value, float* room, int64_t tile, int64_t r0, int64_t r1, int64_t first, int64_t count) const {
+    template <class Value>
+    void store(const Value& value, float* room, int64_t tile, int64_t r0, int64_t r1, int64_t first,
+               int64_t count) const {
         F scale, bias;
         numbers(tile, scale, bias);
         const auto plain = [&](int64_t i) { return fma(value(i), scale, bias); };
@@ -54,7 +56,9 @@ class ConvOutput {
         }
     }
 
-    template <class Value> void write(const Value& value, float* room, int64_t tile, int64_t r0, int64_t r1, int64_t first, int64_t count) const {
+    template <class Value>
+    void write(const Value& value, float* room, int64_t tile, int64_t r0, int64_t r1, int64_t first,
+               int64_t count) const {
         const bool whole = r1 - r0 == 16;
         const int64_t each = size_of(w.x);
         if (!a.y_last) {

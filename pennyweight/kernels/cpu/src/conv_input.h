@@ -1,9 +1,9 @@
 // The input of a convolution as int8 codes, channels last, with its padding written out.
 //
-// A sample is quantized with one scale, and one zero point, for all of its numbers: x = (q - zero) * scale. Its buffer is
-// [rows][columns][pixel] bytes, a pixel being the channels of each group in whole fours (those added are 0). Padding is
-// the zero point. `sums` has the sums of the codes under a row of the kernel, for every set of channels that shares a
-// weight scale: [rows][output columns][sets]. Codes are bit-identical to core/qparams.py and core/numerics.py.
+// A sample is quantized with one scale, and one zero point, for all of its numbers: x = (q - zero) * scale. Its buffer
+// is [rows][columns][pixel] bytes, a pixel being the channels of each group in whole fours (those added are 0). Padding
+// is the zero point. `sums` has the sums of the codes under a row of the kernel, for every set of channels that shares
+// a weight scale: [rows][output columns][sets]. Codes are bit-identical to core/qparams.py and core/numerics.py.
 #pragma once
 
 #include <algorithm>
@@ -27,11 +27,11 @@ struct ConvShape {
 inline int limbs_of(const Conv& w) { return w.act == FLOAT ? 3 : 1; }
 
 struct Sample {
-    int8_t* codes;      // of the first limb
+    int8_t* codes;  // of the first limb
     int32_t* sums;
     float scale;
     int32_t zero;
-    float part[2];      // FLOAT: factors of x, whose product may overflow
+    float part[2];                  // FLOAT: factors of x, whose product may overflow
     int64_t limb_codes, limb_sums;  // from one limb to the next
 };
 
@@ -73,7 +73,8 @@ template <int KIND, bool ENDS> Range range_of(const char* x, int64_t n) {
         memcpy(tail, x + i * bytes_of(KIND), (size_t)(std::min<int64_t>(16, n - i) * bytes_of(KIND)));
         add(load_kind<KIND>(tail), 0);
     }
-    for (int j = 1; j < CHAINS; ++j) top[0] = imax(top[0], top[j]), lo[0] = fleast(lo[0], lo[j]), hi[0] = fmost(hi[0], hi[j]);
+    for (int j = 1; j < CHAINS; ++j)
+        top[0] = imax(top[0], top[j]), lo[0] = fleast(lo[0], lo[j]), hi[0] = fmost(hi[0], hi[j]);
     alignas(64) int32_t t[16];
     istore(t, top[0]);
     Range r = {fleast(lo[0]), fmost(hi[0]), 0};
@@ -93,7 +94,7 @@ inline void choose_sample_scale(const Conv& w, const ConvArgs& a, const Range& r
         s.zero = 0, s.scale = odd ? float_of(0x7fc00000) : 0, s.part[0] = s.part[1] = 0;
         if (odd || r.top == 0) return;
         const int e = r.top < 0x00800000 ? -126 : (int)(r.top >> 23) - 126;  // |x| < 2**e
-        const int half = (22 - e) / 2, p = e - 22;                          // 2**p, subnormal below -126
+        const int half = (22 - e) / 2, p = e - 22;                           // 2**p, subnormal below -126
         s.part[0] = float_of((uint32_t)(half + 127) << 23), s.part[1] = float_of((uint32_t)(22 - e - half + 127) << 23);
         s.scale = p >= -126 ? float_of((uint32_t)(p + 127) << 23) : float_of(1u << (149 + p));
         return;
@@ -163,7 +164,7 @@ class InputRows {
     const ConvShape& s;
     const Sample to;
     const Quantizer code;
-    const char* x;  // the sample
+    const char* x;        // the sample
     int32_t* pixel_sums;  // [rows of a unit][columns][sets], from row `first_row` on
     int64_t first_row;
     I top;  // of the numbers read, as bits; static activations only
@@ -197,17 +198,21 @@ class InputRows {
     void fill(int64_t row, int64_t column, int64_t count) const {
         if (count <= 0) return;
         memset(to.codes + (row * s.columns + column) * s.pixel, to.zero, (size_t)(count * s.pixel));
-        if (s.sums) std::fill_n(pixel_sums + ((row - first_row) * s.columns + column) * s.sets, count * s.sets, (int32_t)(to.zero * s.set));
+        if (s.sums)
+            std::fill_n(pixel_sums + ((row - first_row) * s.columns + column) * s.sets, count * s.sets,
+                        (int32_t)(to.zero * s.set));
         if (to.zero == 0 || s.group == w.c) return;
         for (int64_t i = 0; i < count * a.groups; ++i) {  // channels that do not exist are 0
-            int8_t* p = to.codes + (row * s.columns + column) * s.pixel + i / a.groups * s.pixel + i % a.groups * s.group;
+            int8_t* p =
+                to.codes + (row * s.columns + column) * s.pixel + i / a.groups * s.pixel + i % a.groups * s.group;
             memset(p + w.c, 0, (size_t)(s.group - w.c));
         }
     }
     void sum_pixel(const int8_t* p, int32_t* sums) const {
         if (!s.sums) return;
         const int64_t per_group = w.c / s.set;
-        for (int64_t i = 0; i < s.sets; ++i) sums[i] = sum_bytes(p + i / per_group * s.group + i % per_group * s.set, s.set);
+        for (int64_t i = 0; i < s.sets; ++i)
+            sums[i] = sum_bytes(p + i / per_group * s.group + i % per_group * s.set, s.set);
     }
     // A pixel from its channels without gaps.
     void spread(const int8_t* q, int8_t* p) const {
@@ -350,8 +355,17 @@ class InputRows {
 
   public:
     // sums: [rows of a unit][columns][sets]
-    InputRows(const Conv& w_, const ConvArgs& a_, const ConvShape& s_, const Sample& to_, int limb, const char* x_, int32_t* sums)
-        : w(w_), a(a_), s(s_), to(limb_of(to_, limb)), code(w_, to_, limb), x(x_), pixel_sums(sums), first_row(0), top(iset(0)) {}
+    InputRows(const Conv& w_, const ConvArgs& a_, const ConvShape& s_, const Sample& to_, int limb, const char* x_,
+              int32_t* sums)
+        : w(w_),
+          a(a_),
+          s(s_),
+          to(limb_of(to_, limb)),
+          code(w_, to_, limb),
+          x(x_),
+          pixel_sums(sums),
+          first_row(0),
+          top(iset(0)) {}
 
     // Whether all numbers that were read are finite.
     bool finite() const {
@@ -375,7 +389,11 @@ class InputRows {
             else if (w.x == F16) quantize<F16>(y0, y1, room);
             else quantize<F32>(y0, y1, room);
         }
-        for (int64_t r = r0; r < r1 && s.sums; ++r) sum_row(pixel_sums + (r - r0) * s.columns * s.sets, to.sums + r * a.ow * s.sets);
+        for (int64_t r = r0; r < r1 && s.sums; ++r) {
+            const int64_t y = r - a.pad_h;
+            if (y >= 0 && y < a.h && !used(y)) continue;  // no kernel row reads it: its sums were not written
+            sum_row(pixel_sums + (r - r0) * s.columns * s.sets, to.sums + r * a.ow * s.sets);
+        }
     }
 
   private:
@@ -385,7 +403,8 @@ class InputRows {
         for (int64_t kx = 0; kx < w.kw; ++kx, from += a.dilation_w * s.sets) {
             if (a.stride_w == 1) {
                 if (kx == 0) std::copy_n(from, n, out);
-                else for (int64_t i = 0; i < n; ++i) out[i] += from[i];
+                else
+                    for (int64_t i = 0; i < n; ++i) out[i] += from[i];
                 continue;
             }
             for (int64_t i = 0; i < a.ow; ++i)

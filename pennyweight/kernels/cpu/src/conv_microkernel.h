@@ -12,32 +12,21 @@
 
 namespace {
 
-// Tiles and pixels whose sums are in registers, and tiles of the direct kernel.
-#if defined(__AVX512F__)
-constexpr int CONV_TILES = 4, CONV_PIXELS = 6, DIRECT_PIXELS = 8;
-#elif defined(__AVX2__)
-constexpr int CONV_TILES = 1, CONV_PIXELS = 4, DIRECT_PIXELS = 3;
-#elif defined(__ARM_FEATURE_DOTPROD)
-constexpr int CONV_TILES = 1, CONV_PIXELS = 6, DIRECT_PIXELS = 4;
-#else
-constexpr int CONV_TILES = 1, CONV_PIXELS = 1, DIRECT_PIXELS = 1;
-#endif
-
-constexpr int64_t CONV_BLOCK = 48;    // most pixels of a unit of work
-constexpr int64_t CONV_CHUNK = 64;    // fours of columns processed at a time: with the pixels they stay in the L1 cache
+constexpr int64_t CONV_BLOCK = 48;  // most pixels of a unit of work
+constexpr int64_t CONV_CHUNK = 64;  // fours of columns processed at a time: with the pixels they stay in the L1 cache
 
 // Columns that lie without gaps in the input.
 struct Piece {
-    int64_t at;          // bytes from the first byte of an output pixel
-    int64_t column;      // fours of columns before it
-    int64_t count;       // fours of columns
+    int64_t at;      // bytes from the first byte of an output pixel
+    int64_t column;  // fours of columns before it
+    int64_t count;   // fours of columns
 };
 
 // sums[tile][pixel][16] (+)= the pieces of a kernel. w: codes of the first tile, one byte each, [columns / 4][16][4];
 // px: the first byte of each pixel; step: numbers from one tile to the next in sums.
 template <bool ALL8, int TILES, int T>
-void conv_micro(const uint8_t* w, int64_t tile_bytes, const Piece* pieces, int64_t count, const int8_t* const* px, int32_t* sums,
-                int64_t step, bool fresh) {
+void conv_micro(const uint8_t* w, int64_t tile_bytes, const Piece* pieces, int64_t count, const int8_t* const* px,
+                int32_t* sums, int64_t step, bool fresh) {
     I acc[TILES][T];
     PW_UNROLL for (int j = 0; j < TILES; ++j) {
         PW_UNROLL for (int t = 0; t < T; ++t) acc[j][t] = fresh ? iset(0) : iload(sums + j * step + 16 * t);
@@ -61,7 +50,8 @@ void conv_micro(const uint8_t* w, int64_t tile_bytes, const Piece* pieces, int64
     }
 }
 
-using ConvMicro = void (*)(const uint8_t*, int64_t, const Piece*, int64_t, const int8_t* const*, int32_t*, int64_t, bool);
+using ConvMicro = void (*)(const uint8_t*, int64_t, const Piece*, int64_t, const int8_t* const*, int32_t*, int64_t,
+                           bool);
 template <bool ALL8, int TILES, int T> ConvMicro pick_pixels(int64_t pixels) {
     if constexpr (T > CONV_PIXELS) return nullptr;
     else return pixels == T ? &conv_micro<ALL8, TILES, T> : pick_pixels<ALL8, TILES, T + 1>(pixels);
@@ -74,8 +64,8 @@ template <bool ALL8, int TILES = 1> ConvMicro pick_conv(int64_t tiles, int64_t p
 // sums[pixel][16] of 16 channels that have one input channel each; exact in float32. w: [taps][..], `step` numbers
 // apart, without center and zero point; taps: where each lies, from the first byte of a pixel.
 template <int T>
-void direct_micro(const float* w, int64_t step, const int64_t* taps, int64_t count, const int8_t* const* px, int64_t channel,
-                  I zero, float* sums) {
+void direct_micro(const float* w, int64_t step, const int64_t* taps, int64_t count, const int8_t* const* px,
+                  int64_t channel, I zero, float* sums) {
     F acc[T];
     PW_UNROLL for (int t = 0; t < T; ++t) acc[t] = fset(0);
     for (int64_t i = 0; i < count; ++i) {
@@ -89,7 +79,8 @@ void direct_micro(const float* w, int64_t step, const int64_t* taps, int64_t cou
 // The same for T neighbours of a row, `pixel` bytes apart, whose inputs are converted once. rows: of the kernel, `row`
 // bytes apart.
 template <int T, int KW, int STRIDE>
-void direct_row(const float* w, int64_t step, int64_t rows, int64_t row, const int8_t* px, int64_t pixel, I zero, float* sums) {
+void direct_row(const float* w, int64_t step, int64_t rows, int64_t row, const int8_t* px, int64_t pixel, I zero,
+                float* sums) {
     F acc[T];
     PW_UNROLL for (int t = 0; t < T; ++t) acc[t] = fset(0);
     for (int64_t ky = 0; ky < rows; ++ky, px += row, w += KW * step) {

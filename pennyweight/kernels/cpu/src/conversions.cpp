@@ -31,7 +31,8 @@ void pack_codes(const uint8_t* codes, int64_t n, int64_t k, int64_t kp, int bits
 }
 
 // Bit streams of rows [n, ceil(k * bits / 8)] -> the same tiles. Padding is code `pad`. 32 columns begin on a byte.
-void pack_stream(const uint8_t* stream, int64_t n, int64_t k, int64_t kp, int bits, int pad, uint8_t* out, int threads) {
+void pack_stream(const uint8_t* stream, int64_t n, int64_t k, int64_t kp, int bits, int pad, uint8_t* out,
+                 int threads) {
     const int64_t rows = (n + 15) / 16, cols = kp / 32, step = (k * bits + 7) / 8;
 #pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (threads > 1)
     for (int64_t t = 0; t < rows; ++t)
@@ -61,7 +62,8 @@ void pack_stream(const uint8_t* stream, int64_t n, int64_t k, int64_t kp, int bi
 }
 
 // The inverse of pack_codes.
-void unpack_codes(const uint8_t* packed, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* codes, int threads) {
+void unpack_codes(const uint8_t* packed, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* codes,
+                  int threads) {
     const int64_t rows = (n + 15) / 16, cols = kp / 32;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t t = 0; t < rows; ++t)

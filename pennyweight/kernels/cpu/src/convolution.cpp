@@ -33,8 +33,13 @@ inline void wait_for_team(int team) {
 }
 
 Range range_of(const Conv& w, const char* x, int64_t n) {
-    if (w.act == ASYMMETRIC) return w.x == BF16 ? range_of<BF16, true>(x, n) : w.x == F16 ? range_of<F16, true>(x, n) : range_of<F32, true>(x, n);
-    return w.x == BF16 ? range_of<BF16, false>(x, n) : w.x == F16 ? range_of<F16, false>(x, n) : range_of<F32, false>(x, n);
+    if (w.act == ASYMMETRIC)
+        return w.x == BF16  ? range_of<BF16, true>(x, n)
+               : w.x == F16 ? range_of<F16, true>(x, n)
+                            : range_of<F32, true>(x, n);
+    return w.x == BF16  ? range_of<BF16, false>(x, n)
+           : w.x == F16 ? range_of<F16, false>(x, n)
+                        : range_of<F32, false>(x, n);
 }
 
 struct Counters {  // of one sample
@@ -82,7 +87,9 @@ class ConvCall {
         for (int64_t i = 0; i < parts && !own && w.act != STATIC; ++i) widen(all, ranges[i]);
         choose_sample_scale(w, a, all, s);
         {
-            InputRows rows[3] = {{w, a, k.s, s, 0, x, (int32_t*)room_of(id)}, {w, a, k.s, s, 1, x, (int32_t*)room_of(id)}, {w, a, k.s, s, 2, x, (int32_t*)room_of(id)}};
+            InputRows rows[3] = {{w, a, k.s, s, 0, x, (int32_t*)room_of(id)},
+                                 {w, a, k.s, s, 1, x, (int32_t*)room_of(id)},
+                                 {w, a, k.s, s, 2, x, (int32_t*)room_of(id)}};
             for (int64_t i; (i = take_next(&next->rows)) < row_units;)
                 for (int limb = 0; limb < limbs_of(w); ++limb)
                     rows[limb].run(i * row_step, std::min(k.s.rows, (i + 1) * row_step), room_of(id) + row_sums);
@@ -91,9 +98,11 @@ class ConvCall {
         wait_for_team(team);
         if (__atomic_load_n(&next->odd, __ATOMIC_RELAXED)) s.scale = float_of(0x7fc00000);
         const ConvUnits units(k, s, y_of(sample));
-        const int64_t blocks = (k.pixels + CONV_BLOCK - 1) / CONV_BLOCK, small = k.pixels / blocks, larger = k.pixels % blocks;
+        const int64_t blocks = (k.pixels + CONV_BLOCK - 1) / CONV_BLOCK, small = k.pixels / blocks,
+                      larger = k.pixels % blocks;
         const int64_t groups = (k.tiles + CONV_TILES - 1) / CONV_TILES;
-        const int64_t splits = team == 1 ? 1 : std::min(groups, (4 * team + blocks - 1) / blocks), step = (groups + splits - 1) / splits * CONV_TILES;
+        const int64_t splits = team == 1 ? 1 : std::min(groups, (4 * team + blocks - 1) / blocks),
+                      step = (groups + splits - 1) / splits * CONV_TILES;
         for (int64_t i; (i = take_next(&next->units)) < blocks * splits;) {
             const int64_t b = i % blocks, t0 = i / blocks * step, t1 = std::min(k.tiles, t0 + step);
             if (t0 < t1) units.run(b * small + std::min(b, larger), small + (b < larger), t0, t1, room);
@@ -101,7 +110,10 @@ class ConvCall {
     }
 
   public:
-    ConvCall(const Conv& w_, const ConvArgs& a_) : w(w_), a(a_), k{w_, a_, {}, 0, 0, 0, 0, 0, 0, false, false, false, nullptr, nullptr, nullptr, nullptr, nullptr} {}
+    ConvCall(const Conv& w_, const ConvArgs& a_)
+        : w(w_),
+          a(a_),
+          k{w_, a_, {}, 0, 0, 0, 0, 0, 0, false, false, false, nullptr, nullptr, nullptr, nullptr, nullptr} {}
 
     int run() {
         k.s = conv_shape(w, a);
@@ -117,21 +129,26 @@ class ConvCall {
 
         part = std::max(RANGE_PART, (sample_numbers / MOST_PARTS + 16) / 16 * 16);
         parts = (sample_numbers + part - 1) / part;
-        row_step = std::max<int64_t>(1, std::min(CODES_PART / std::max<int64_t>(1, a.w * k.s.channels), k.s.rows / (2 * threads)));
+        row_step = std::max<int64_t>(
+            1, std::min(CODES_PART / std::max<int64_t>(1, a.w * k.s.channels), k.s.rows / (2 * threads)));
         row_units = (k.s.rows + row_step - 1) / row_step;
         bool merged;
-        const int64_t pixels = k.s.rows * k.s.columns, pieces = k.sets() * conv_pieces(w, a, &merged), taps = w.kh * w.kw;
+        const int64_t pixels = k.s.rows * k.s.columns, pieces = k.sets() * conv_pieces(w, a, &merged),
+                      taps = w.kh * w.kw;
         const auto up = whole_lines;
         buffer_codes = up(pixels * k.s.pixel + 64), buffer_sums = k.s.sums ? up(k.s.rows * a.ow * k.s.sets * 4) : 0;
         row_sums = k.s.sums ? up(row_step * k.s.columns * k.s.sets * 4) : 0;
         room_bytes = row_sums + up(std::max<int64_t>(a.w, 16) * k.s.channels + 4);
         const int64_t counts = own ? 0 : a.n;
-        const int64_t decoded = k.decoded ? k.tiles * k.tile_bytes : 0, sums = k.zeros && !k.direct ? k.tiles * k.sets() * 16 : 0;
+        const int64_t decoded = k.decoded ? k.tiles * k.tile_bytes : 0,
+                      sums = k.zeros && !k.direct ? k.tiles * k.sets() * 16 : 0;
         const int64_t numbers = k.direct ? taps * 16 * k.tiles : 0;
-        const int64_t shared = up(decoded) + up(sums * 4) + up(numbers * 4) + up(taps * 8) + up(pieces * (int64_t)sizeof(Piece)) +
-                               up(MOST_PARTS * 2 * (int64_t)sizeof(Range)) + up(counts * (int64_t)sizeof(Counters)) + up(16);
+        const int64_t shared = up(decoded) + up(sums * 4) + up(numbers * 4) + up(taps * 8) +
+                               up(pieces * (int64_t)sizeof(Piece)) + up(MOST_PARTS * 2 * (int64_t)sizeof(Range)) +
+                               up(counts * (int64_t)sizeof(Counters)) + up(16);
         const int buffers_needed = own ? threads : 1;
-        char* space = inputs.get((size_t)(shared + buffers_needed * limbs_of(w) * (buffer_codes + buffer_sums) + threads * room_bytes));
+        char* space = inputs.get(
+            (size_t)(shared + buffers_needed * limbs_of(w) * (buffer_codes + buffer_sums) + threads * room_bytes));
         if (!space) return NO_MEMORY;
         Carver carve{space};
         uint8_t* bytes = carve.take<uint8_t>(decoded);
@@ -175,13 +192,9 @@ class ConvCall {
     }
 };
 
-int convolution(const Conv* w, const ConvArgs* a) {
-    return a->n == 0 || w->o == 0 ? DONE : ConvCall(*w, *a).run();
-}
+int convolution(const Conv* w, const ConvArgs* a) { return a->n == 0 || w->o == 0 ? DONE : ConvCall(*w, *a).run(); }
 
-int conv_chain(const Chain* chain) {
-    return chain->n == 0 || chain->step_count == 0 ? DONE : ChainCall(*chain).run();
-}
+int conv_chain(const Chain* chain) { return chain->n == 0 || chain->step_count == 0 ? DONE : ChainCall(*chain).run(); }
 
 }  // namespace
 

@@ -1,7 +1,7 @@
 // Whether this machine supports an instruction set: the processor has it, and the operating system saves its registers.
 //
-// On x86 read by CPUID and XGETBV, as in Intel's manual (volume 1, 14.3 and 15.2). Not __builtin_cpu_supports: in libraries
-// that Zig's clang builds for Windows it returns 0 for everything.
+// On x86 read by CPUID and XGETBV, as in Intel's manual (volume 1, 14.3 and 15.2). Not __builtin_cpu_supports: in
+// libraries that Zig's clang builds for Windows it returns 0 for everything.
 #pragma once
 
 #include <cstddef>
@@ -65,12 +65,14 @@ bool cpu_feature(const char* name) {
     return !sysctlbyname(name, &has, &size, nullptr, 0) && has;
 }
 
-bool has_neon_dotprod() { return cpu_feature("hw.optional.arm.FEAT_DotProd") && cpu_feature("hw.optional.arm.FEAT_FP16"); }
+bool has_neon_dotprod() {
+    return cpu_feature("hw.optional.arm.FEAT_DotProd") && cpu_feature("hw.optional.arm.FEAT_FP16");
+}
 bool has_neon_i8mm() { return has_neon_dotprod() && cpu_feature("hw.optional.arm.FEAT_I8MM"); }
 
 #elif defined(__aarch64__) && defined(__linux__)
 
-bool has_neon_dotprod() { return getauxval(AT_HWCAP) >> 20 & 1; }                         // HWCAP_ASIMDDP
+bool has_neon_dotprod() { return getauxval(AT_HWCAP) >> 20 & 1; }                        // HWCAP_ASIMDDP
 bool has_neon_i8mm() { return has_neon_dotprod() && (getauxval(AT_HWCAP2) >> 13 & 1); }  // HWCAP2_I8MM
 
 #endif

@@ -15,7 +15,11 @@ namespace {
 constexpr int64_t SPAN = 1024;
 constexpr float LARGEST_OF[4] = {0, 3.40282346638528859812e+38f, 3.38953138925153547590e+38f, 65504.0f};
 
-inline float float_from(uint32_t b) { float f; memcpy(&f, &b, 4); return f; }
+inline float float_from(uint32_t b) {
+    float f;
+    memcpy(&f, &b, 4);
+    return f;
+}
 
 // Element i of a scale, zero point or offset.
 inline float part_at(int kind, const void* p, int64_t i) {
@@ -38,7 +42,8 @@ inline float part_at(int kind, const void* p, int64_t i) {
     }
 }
 inline int64_t part_index(const Affine& a, int64_t r, int64_t g) {
-    return a.store == TILES && a.row_block == 1 ? (r / 16 * a.groups + g) * 16 + r % 16 : r / a.row_block * a.groups + g;
+    return a.store == TILES && a.row_block == 1 ? (r / 16 * a.groups + g) * 16 + r % 16
+                                                : r / a.row_block * a.groups + g;
 }
 
 // The zero point of row r, group g.
@@ -120,10 +125,12 @@ void bytes_of_stream(int bits, const uint8_t* p, int64_t size, int64_t count, ui
 }
 
 // Codes c0..c1 of row r as bytes; c0 is a multiple of 32. `room`: scratch of SPAN + 32 bytes.
-inline const uint8_t* bytes_of_row(const Affine& a, const uint8_t* codes, int64_t r, int64_t c0, int64_t c1, uint8_t* room) {
+inline const uint8_t* bytes_of_row(const Affine& a, const uint8_t* codes, int64_t r, int64_t c0, int64_t c1,
+                                   uint8_t* room) {
     if (a.store == TILES) {
         const uint8_t* tile = codes + r / 16 * a.stride + c0 / 32 * 64 * a.bits;
-        for (int64_t c = 0; c < c1 - c0; c += 32, tile += 64 * a.bits) row_of_tile(a.bits, tile, (int)(r % 16), room + c);
+        for (int64_t c = 0; c < c1 - c0; c += 32, tile += 64 * a.bits)
+            row_of_tile(a.bits, tile, (int)(r % 16), room + c);
         return room;
     }
     const uint8_t* row = codes + r * a.stride;

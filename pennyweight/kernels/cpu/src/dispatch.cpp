@@ -2,20 +2,13 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "check.h"
 #include "check_block.h"
-#include "check_conv.h"
+#include "check_extents.h"
 #include "cpu_features.h"
 #include "vtable.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
-#endif
-
-#if defined(_WIN32)
-#define PW_EXPORT extern "C" __attribute__((dllexport))
-#else
-#define PW_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
 namespace {
@@ -24,22 +17,23 @@ using Part = void (*)(Table*);  // enters the functions of a part, see vtable.h
 
 struct Isa {
     const char* name;
-    int base;        // index of the instruction set whose functions it uses where it has none of its own; -1: none
-    bool (*has)();   // whether this machine supports it
-    Part parts[4];   // null where not compiled
+    int base;       // index of the instruction set whose functions it uses where it has none of its own; -1: none
+    bool (*has)();  // whether this machine supports it
+    Part parts[4];  // null where not compiled
     bool built() const { return parts[0] || parts[1] || parts[2] || parts[3]; }
     bool here() const { return built() && has(); }
 };
 
 // Weak: most parts are compiled for some instruction sets only, and a compiler may not support all of these.
 #define PW_WEAK(name) extern "C" __attribute__((weak)) void name(Table*);
-#define PW_DECLARE_PARTS(name)                  \
-    PW_WEAK(PW_PART_NAME(int_linear, name))     \
-    PW_WEAK(PW_PART_NAME(float_linear, name))   \
-    PW_WEAK(PW_PART_NAME(convolution, name))    \
+#define PW_DECLARE_PARTS(name)                \
+    PW_WEAK(PW_PART_NAME(int_linear, name))   \
+    PW_WEAK(PW_PART_NAME(float_linear, name)) \
+    PW_WEAK(PW_PART_NAME(convolution, name))  \
     PW_WEAK(PW_PART_NAME(conversions, name))
-#define PW_PARTS(name) \
-    { PW_PART_NAME(int_linear, name), PW_PART_NAME(float_linear, name), PW_PART_NAME(convolution, name), PW_PART_NAME(conversions, name) }
+#define PW_PARTS(name)                                                                                  \
+    {PW_PART_NAME(int_linear, name), PW_PART_NAME(float_linear, name), PW_PART_NAME(convolution, name), \
+     PW_PART_NAME(conversions, name)}
 
 PW_DECLARE_PARTS(scalar)
 #if defined(__x86_64__)
@@ -133,8 +127,21 @@ PW_EXPORT int pw_int_linear(const IntLinear* w, const void* x, int64_t m, int64_
                             int bias_kind, const void* codes, const void* scale, const void* zero_point,
                             const void* offset, const void* outer_scale, const void* outer_offset,
                             const void* act_scale, int64_t act_zero_point, int threads) {
-    const LinearArgs a = {x, m, ldx, y, bias, codes, scale, zero_point, offset, outer_scale, outer_offset, act_scale,
-                          (int32_t)act_zero_point, bias_kind, threads};
+    const LinearArgs a = {x,
+                          m,
+                          ldx,
+                          y,
+                          bias,
+                          codes,
+                          scale,
+                          zero_point,
+                          offset,
+                          outer_scale,
+                          outer_offset,
+                          act_scale,
+                          (int32_t)act_zero_point,
+                          bias_kind,
+                          threads};
     if (!check::int_linears("pw_int_linear", w, &a, 1)) return INVALID;
     return table().int_linear(w, &a, 1);
 }
@@ -151,8 +158,8 @@ PW_EXPORT int pw_block(const Block* block) {
 PW_EXPORT int pw_float_linear(const FloatLinear* w, const void* x, int64_t m, int64_t ldx, void* y, const void* bias,
                               int bias_kind, const void* codes, const void* scale, const void* outer_scale,
                               const void* outer_offset, const void* offset, const void* offset_scale, int threads) {
-    const FloatArgs a = {x, m, ldx, y, bias, codes, scale, outer_scale, outer_offset, offset, offset_scale, bias_kind,
-                         threads};
+    const FloatArgs a = {x,         m,      ldx, y, bias, codes, scale, outer_scale, outer_offset, offset, offset_scale,
+                         bias_kind, threads};
     if (!check::float_linear("pw_float_linear", w, a)) return INVALID;
     return table().float_linear(w, &a);
 }
@@ -167,19 +174,22 @@ PW_EXPORT int pw_conv_chain(const Chain* chain) {
     return table().conv_chain(chain);
 }
 
-PW_EXPORT int pw_pack_codes(const uint8_t* codes, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads) {
+PW_EXPORT int pw_pack_codes(const uint8_t* codes, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out,
+                            int threads) {
     if (!check::packing("pw_pack_codes", codes, n, k, kp, bits, out, threads)) return INVALID;
     huge_pages(out, (n + 15) / 16 * kp / 32 * 64 * bits);
     table().pack_codes(codes, n, k, kp, bits, flip, out, threads);
     return DONE;
 }
-PW_EXPORT int pw_pack_stream(const uint8_t* stream, int64_t n, int64_t k, int64_t kp, int bits, int pad, uint8_t* out, int threads) {
+PW_EXPORT int pw_pack_stream(const uint8_t* stream, int64_t n, int64_t k, int64_t kp, int bits, int pad, uint8_t* out,
+                             int threads) {
     if (!check::streaming("pw_pack_stream", stream, n, k, kp, bits, pad, out, threads)) return INVALID;
     huge_pages(out, (n + 15) / 16 * kp / 32 * 64 * bits);
     table().pack_stream(stream, n, k, kp, bits, pad, out, threads);
     return DONE;
 }
-PW_EXPORT int pw_unpack_codes(const uint8_t* packed, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* codes, int threads) {
+PW_EXPORT int pw_unpack_codes(const uint8_t* packed, int64_t n, int64_t k, int64_t kp, int bits, int flip,
+                              uint8_t* codes, int threads) {
     if (!check::packing("pw_unpack_codes", codes, n, k, kp, bits, packed, threads)) return INVALID;
     huge_pages(codes, n * k);
     table().unpack_codes(packed, n, k, kp, bits, flip, codes, threads);
@@ -191,8 +201,8 @@ PW_EXPORT int64_t pw_probe(int what, const void* p, int64_t n, int threads) {
 }
 
 // 1: an index is out of range.
-PW_EXPORT int pw_dequantize(const Affine* w, void* codes, void* scale, void* zero_point, void* offset, const int64_t* index,
-                            int64_t m, void* out, int threads) {
+PW_EXPORT int pw_dequantize(const Affine* w, void* codes, void* scale, void* zero_point, void* offset,
+                            const int64_t* index, int64_t m, void* out, int threads) {
     const Parts parts = {codes, scale, zero_point, offset};
     if (!check::dequantize("pw_dequantize", w, parts, index, m, out, threads)) return INVALID;
     if (index)
@@ -221,7 +231,8 @@ PW_EXPORT int pw_finite(const void* x, int kind, int64_t count, int threads) {
 // 1: a scale is beyond float16.
 PW_EXPORT int pw_gguf_quantize(int type, const void* x, int kind, int64_t count, int64_t k, const float* importance,
                                uint8_t* out, double* sums, int threads) {
-    if (!check::gguf_quantize("pw_gguf_quantize", type, x, kind, count, k, importance, out, sums, threads)) return INVALID;
+    if (!check::gguf_quantize("pw_gguf_quantize", type, x, kind, count, k, importance, out, sums, threads))
+        return INVALID;
     return table().gguf_quantize(type, x, kind, count, k, importance, out, sums, threads);
 }
 PW_EXPORT int pw_attention(const AttentionArgs* args, int threads) {
@@ -233,4 +244,10 @@ PW_EXPORT int pw_rotary(const RotaryArgs* args, int threads) {
 PW_EXPORT int pw_optim_steps(const OptimJob* jobs, int64_t count, int threads) {
     if (!check::optim_steps("pw_optim_steps", jobs, count, threads)) return INVALID;
     return table().optim_steps(jobs, count, threads);
+}
+// Enters the extents of a structure's parts (Described), as the functions above check them. Returns how many there are;
+// -1: a rule is broken.
+PW_EXPORT int pw_extents(int what, const void* structure, Extent* out, int room) {
+    int count = 0;
+    return check::extents("pw_extents", what, structure, out, room, &count) ? count : -1;
 }

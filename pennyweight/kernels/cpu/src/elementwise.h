@@ -19,7 +19,8 @@ template <int N> PW_INLINE F polynomial(F x, const float (&c)[N]) {
 
 // erf(x / sqrt(2)), within 4e-7.
 PW_INLINE F ferf_of_normal(F x) {
-    constexpr float P[] = {0.79788452f, 0.069011614f, 0.0088286810f, 3.0936699e-04f, 6.0568741e-06f, -4.2939565e-08f, 2.2222070e-10f};
+    constexpr float P[] = {0.79788452f,    0.069011614f,    0.0088286810f, 3.0936699e-04f,
+                           6.0568741e-06f, -4.2939565e-08f, 2.2222070e-10f};
     constexpr float Q[] = {1.0f, 0.25315952f, 0.028259628f, 0.0017433105f, 5.6700912e-05f};
     x = fclip(x, fset(-5.5f), fset(5.5f));
     const F t = fmul(x, x);
@@ -73,8 +74,7 @@ inline void activate(int function, float* x, int64_t n) {
 template <class Each> PW_INLINE float sum_of_row(const float* x, int64_t n, const Each& f) {
     F s[4] = {fset(0), fset(0), fset(0), fset(0)};
     int64_t i = 0;
-    for (; i + 64 <= n; i += 64)
-        PW_UNROLL for (int j = 0; j < 4; ++j) s[j] = f(fload(x + i + 16 * j), s[j]);
+    for (; i + 64 <= n; i += 64) PW_UNROLL for (int j = 0; j < 4; ++j) s[j] = f(fload(x + i + 16 * j), s[j]);
     for (; i < n; i += 16) s[0] = f(fload(x + i), s[0]);
     return fsum(fadd(fadd(s[0], s[1]), fadd(s[2], s[3])));
 }

@@ -16,14 +16,14 @@ struct FloatWork {
     const FloatLinear& w;
     const FloatArgs& a;
     int64_t columns, blocks, chunk_blocks, row_blocks;
-    int T;                     // maximum rows of x per block of rows
-    int tiles;                 // side by side
-    bool direct, widen;        // widen: codes of odd widths are expanded to bytes first
-    int64_t row_bytes;         // of one prepared row of x
-    int64_t sums_at;           // where sums of x begin, [rows of a block of rows][blocks], after the rows
+    int T;               // maximum rows of x per block of rows
+    int tiles;           // side by side
+    bool direct, widen;  // widen: codes of odd widths are expanded to bytes first
+    int64_t row_bytes;   // of one prepared row of x
+    int64_t sums_at;     // where sums of x begin, [rows of a block of rows][blocks], after the rows
     Sweep (*find)(int rows, bool one);
     Expand expand;
-    int64_t number_bytes;      // of 16 columns of a tile as numbers
+    int64_t number_bytes;  // of 16 columns of a tile as numbers
     int64_t rows_at(int64_t rb) const { return rb * a.m / row_blocks; }
 };
 
@@ -58,7 +58,8 @@ void take_floats(const FloatWork& k, int64_t row, int T, int t, float* padded, u
 }
 
 // y of one tile: applies the per-row or per-tensor scale and the bias, and rounds once.
-void finish_floats(const FloatWork& k, const Scales& scales, const float* c, int64_t ldc, int64_t row, int rows, int64_t tile) {
+void finish_floats(const FloatWork& k, const Scales& scales, const float* c, int64_t ldc, int64_t row, int rows,
+                   int64_t tile) {
     const FloatLinear& w = k.w;
     const int64_t col = tile * 16, width = std::min<int64_t>(16, w.n - col);
     if (width <= 0) return;
@@ -137,7 +138,8 @@ void run_float_tiles(const FloatWork& k, const char* x, int64_t tile, int tiles,
         for (int64_t rb = r0; rb < r1; ++rb) {
             const int64_t row = k.rows_at(rb);
             const int rows = (int)(k.rows_at(rb + 1) - row);
-            const uint32_t* here = (const uint32_t*)(x + row * k.row_bytes) + first * rows * k.row_bytes / (4 * k.columns);
+            const uint32_t* here =
+                (const uint32_t*)(x + row * k.row_bytes) + first * rows * k.row_bytes / (4 * k.columns);
             float* out = c + (row - base) * ldc;
             p.sums = (const float*)(x + k.sums_at) + row * k.blocks + b0 * rows;
             k.find(rows, tiles == 1)(w, p, here, out, ldc, b0 == 0);
@@ -175,7 +177,8 @@ template <class P> void choose_source(FloatWork& k) {
 }
 
 template <class P> int run_floats(const FloatLinear& w, const FloatArgs& a) {
-    FloatWork k{w, a, (w.k + 15) / 16 * 16, 0, 0, 0, FLOAT_ROWS, 0, a.m <= DIRECT_ROWS, false, 0, 0, nullptr, nullptr, 0};
+    FloatWork k{w,       a, (w.k + 15) / 16 * 16, 0, 0, 0, FLOAT_ROWS, 0, a.m <= DIRECT_ROWS, false, 0, 0, nullptr,
+                nullptr, 0};
     k.widen = w.bits != 4 && w.bits != 8 && (w.bits != 6 || w.decode == TABLE256);
     k.blocks = (k.columns + w.block - 1) / w.block;
     k.chunk_blocks = std::max<int64_t>(1, FLOAT_CHUNK / w.block);
@@ -189,7 +192,8 @@ template <class P> int run_floats(const FloatLinear& w, const FloatArgs& a) {
 
     // The input. For few rows each thread makes its own copy, which is cheaper than waiting for another thread.
     const int copies = k.row_blocks == 1 ? threads : 1;
-    const int64_t one_copy = k.sums_at + (w.offset ? whole_lines(a.m * k.blocks * 4) : 0), wide = whole_lines(k.columns * 4);
+    const int64_t one_copy = k.sums_at + (w.offset ? whole_lines(a.m * k.blocks * 4) : 0),
+                  wide = whole_lines(k.columns * 4);
     char* space = inputs.get((size_t)(one_copy * copies + wide * threads));
     if (!space) return 1;
 
@@ -199,8 +203,9 @@ template <class P> int run_floats(const FloatLinear& w, const FloatArgs& a) {
     const int64_t grain = k.row_blocks > 1 ? 1 : std::max<int64_t>(1, std::min<int64_t>(4, ranges / (threads * 8)));
     const int64_t units = (ranges + grain - 1) / grain * row_units;
     const int64_t most = k.chunk_blocks * w.block + 16;
-    const size_t scratch_size =
-        (size_t)(k.tiles * (step * k.T * 64 + k.chunk_blocks * 64 * (w.offset ? 2 : 1) + most * 16 + most / 16 * k.number_bytes) + 64);
+    const size_t scratch_size = (size_t)(k.tiles * (step * k.T * 64 + k.chunk_blocks * 64 * (w.offset ? 2 : 1) +
+                                                    most * 16 + most / 16 * k.number_bytes) +
+                                         64);
     std::atomic<int> failed{0};
     const auto base_of = [&](int id) { return space + (copies > 1 ? one_copy * id : 0); };
     const auto prepare = [&](int id, int64_t rb) {
@@ -213,12 +218,16 @@ template <class P> int run_floats(const FloatLinear& w, const FloatArgs& a) {
     };
     const auto run = [&](int id, int64_t u) {
         char* room = scratch.get(scratch_size);
-        if (!room) { failed = 1; return; }
+        if (!room) {
+            failed = 1;
+            return;
+        }
         const int64_t r0 = u % row_units * step, r1 = std::min(k.row_blocks, r0 + step);
         for (int64_t g = u / row_units * grain; g < std::min(ranges, (u / row_units + 1) * grain); ++g) {
             const int64_t tile = g * k.tiles;
             if (tile + k.tiles <= tiles) run_float_tiles(k, base_of(id), tile, k.tiles, r0, r1, room);
-            else for (int64_t one = tile; one < tiles; ++one) run_float_tiles(k, base_of(id), one, 1, r0, r1, room);
+            else
+                for (int64_t one = tile; one < tiles; ++one) run_float_tiles(k, base_of(id), one, 1, r0, r1, room);
         }
     };
     run_units(threads, copies > 1, k.row_blocks, units, prepare, run);

@@ -15,15 +15,16 @@
 namespace {
 
 struct FloatPanel {
-    const uint8_t* codes;    // first tile at the first column
-    int64_t stride;          // bytes from tile to tile
-    const float* scales;     // [tile][blocks][16], or null: no scale inside the sum
-    const float* offsets;    // [tile][blocks][16], or null
-    const float* sums;       // [blocks][T] of x, if there are offsets
+    const uint8_t* codes;         // first tile at the first column
+    int64_t stride;               // bytes from tile to tile
+    const float* scales;          // [tile][blocks][16], or null: no scale inside the sum
+    const float* offsets;         // [tile][blocks][16], or null
+    const float* sums;            // [blocks][T] of x, if there are offsets
     int64_t blocks, block, tail;  // of this chunk; columns of a block and of the last one
 };
 
-// c[t][tile] (+)= the blocks of a panel, for T rows of x and NT tiles. x: [columns / 4][T][PER]. `first`: c is not read.
+// c[t][tile] (+)= the blocks of a panel, for T rows of x and NT tiles. x: [columns / 4][T][PER]. `first`: c is not
+// read.
 template <class P, class S, int T, int NT>
 void sweep(const FloatLinear& w, const FloatPanel& p, const uint32_t* x, float* c, int64_t ldc, bool first) {
     // Quads per iteration of the innermost loop: enough products to hide its overhead.
@@ -33,7 +34,7 @@ void sweep(const FloatLinear& w, const FloatPanel& p, const uint32_t* x, float* 
     for (int t = 0; t < T; ++t)
         for (int n = 0; n < NT; ++n) sum[t][n] = first ? fset(0) : fload(c + t * ldc + 16 * n);
     const uint8_t* codes = p.codes;
-    int64_t half = 0;        // of the chunk
+    int64_t half = 0;  // of the chunk
     for (int64_t b = 0; b < p.blocks; ++b) {
         F part[T][NT];
         for (int t = 0; t < T; ++t)
@@ -45,11 +46,10 @@ void sweep(const FloatLinear& w, const FloatPanel& p, const uint32_t* x, float* 
                 PW_UNROLL for (int j = 0; j < STEP; ++j) {
                     typename P::W v[NT][P::PER];
                     PW_UNROLL for (int n = 0; n < NT; ++n) source.quad(codes + n * p.stride, h, at + j, v[n]);
-                    PW_UNROLL for (int i = 0; i < P::PER; ++i)
-                        PW_UNROLL for (int t = 0; t < T; ++t) {
-                            const typename P::X xv = P::spread(x + (j * T + t) * P::PER + i);
-                            PW_UNROLL for (int n = 0; n < NT; ++n) part[t][n] = P::step(part[t][n], v[n][i], xv);
-                        }
+                    PW_UNROLL for (int i = 0; i < P::PER; ++i) PW_UNROLL for (int t = 0; t < T; ++t) {
+                        const typename P::X xv = P::spread(x + (j * T + t) * P::PER + i);
+                        PW_UNROLL for (int n = 0; n < NT; ++n) part[t][n] = P::step(part[t][n], v[n][i], xv);
+                    }
                 }
                 x += STEP * T * P::PER;
             }
@@ -75,8 +75,7 @@ void sweep(const FloatLinear& w, const FloatPanel& p, const uint32_t* x, float* 
 // Codes of a tile as numbers, 16 columns at a time.
 template <class P, class S> void expand(const FloatLinear& w, const uint8_t* codes, int64_t halves, uint8_t* out) {
     const S source(w);
-    for (int64_t h = 0; h < halves; ++h)
-        PW_UNROLL for (int j = 0; j < 4; ++j) {
+    for (int64_t h = 0; h < halves; ++h) PW_UNROLL for (int j = 0; j < 4; ++j) {
             typename P::W v[P::PER];
             source.quad(codes + h / 2 * S::TILE, h & 1, j, v);
             for (int i = 0; i < P::PER; ++i, out += 64) P::store(out, v[i]);

@@ -76,7 +76,8 @@ inline void fifth_bits(const uint8_t* c, uint8_t* out) {  // of 32 codes, in ord
 }
 
 // One block. codes: of its elements, from 0 on; scale, offset: codes of its sub-blocks, from 0 on; d, m: its numbers.
-template <int TYPE> void pack_block(const uint8_t* c, const uint8_t* scale, const uint8_t* offset, float d, float m, uint8_t* out) {
+template <int TYPE>
+void pack_block(const uint8_t* c, const uint8_t* scale, const uint8_t* offset, float d, float m, uint8_t* out) {
     if constexpr (TYPE == GGUF_Q2_K) {
         for (int i = 0; i < 16; ++i) out[i] = (uint8_t)(scale[i] | offset[i] << 4);
         pairs(c, out + 16), pairs(c + 128, out + 48);
@@ -85,7 +86,9 @@ template <int TYPE> void pack_block(const uint8_t* c, const uint8_t* scale, cons
         single_bits(c, 2, out);
         pairs(c, out + 32), pairs(c + 128, out + 64);
         for (int j = 0; j < 8; ++j) out[96 + j] = (uint8_t)((scale[j] & 15) | (scale[8 + j] & 15) << 4);
-        for (int j = 0; j < 4; ++j) out[104 + j] = (uint8_t)(scale[j] >> 4 | scale[4 + j] >> 4 << 2 | scale[8 + j] >> 4 << 4 | scale[12 + j] >> 4 << 6);
+        for (int j = 0; j < 4; ++j)
+            out[104 + j] =
+                (uint8_t)(scale[j] >> 4 | scale[4 + j] >> 4 << 2 | scale[8 + j] >> 4 << 4 | scale[12 + j] >> 4 << 6);
         put_half(out + 108, d);
     } else if constexpr (TYPE == GGUF_Q4_K || TYPE == GGUF_Q5_K) {
         put_half(out, d), put_half(out + 2, m);
@@ -101,13 +104,16 @@ template <int TYPE> void pack_block(const uint8_t* c, const uint8_t* scale, cons
         for (int i = 0; i < 2; ++i) {
             nibbles(c + 128 * i, 64, out + 64 * i);
             for (int j = 0; j < 32; ++j)
-                out[128 + 32 * i + j] = (uint8_t)(c[128 * i + j] >> 4 | c[128 * i + 32 + j] >> 4 << 2 | c[128 * i + 64 + j] >> 4 << 4 | c[128 * i + 96 + j] >> 4 << 6);
+                out[128 + 32 * i + j] = (uint8_t)(c[128 * i + j] >> 4 | c[128 * i + 32 + j] >> 4 << 2 |
+                                                  c[128 * i + 64 + j] >> 4 << 4 | c[128 * i + 96 + j] >> 4 << 6);
         }
         for (int i = 0; i < 16; ++i) out[192 + i] = (uint8_t)(scale[i] - 128);
         put_half(out + 208, d);
     } else if constexpr (TYPE == GGUF_IQ4_XS) {
         put_half(out, d);
-        for (int i = 0; i < 2; ++i) out[2 + i] = (uint8_t)(scale[4 * i] >> 4 | scale[4 * i + 1] >> 4 << 2 | scale[4 * i + 2] >> 4 << 4 | scale[4 * i + 3] >> 4 << 6);
+        for (int i = 0; i < 2; ++i)
+            out[2 + i] = (uint8_t)(scale[4 * i] >> 4 | scale[4 * i + 1] >> 4 << 2 | scale[4 * i + 2] >> 4 << 4 |
+                                   scale[4 * i + 3] >> 4 << 6);
         for (int i = 0; i < 4; ++i) out[4 + i] = (uint8_t)((scale[2 * i] & 15) | (scale[2 * i + 1] & 15) << 4);
         for (int i = 0; i < 8; ++i) nibbles(c + 32 * i, 16, out + 8 + 16 * i);
     } else {  // one scale for 32 elements
@@ -121,7 +127,9 @@ template <int TYPE> void pack_block(const uint8_t* c, const uint8_t* scale, cons
 // -- search -----------------------------------------------------------------------------------------------------------
 
 // 16 sub-blocks, one in each lane: values, weights of their squared errors, and the product of both.
-template <int N> struct Columns { F x[N], w[N], wx[N]; };
+template <int N> struct Columns {
+    F x[N], w[N], wx[N];
+};
 
 inline F ratio(F a, F b) { return fabove(b, fset(TINY), fdiv(a, b), fset(0)); }
 inline F size_of(F a) { return bitcast(iand(bits(a), iset(0x7fffffff))); }
@@ -184,7 +192,8 @@ template <int N> void affine(const Columns<N>& s, const Search& p, F& best_scale
         }
         const F sl = sums[0], sll = sums[1], sxl = sums[2];
         const F det = fsub(fmul(sw, sll), fmul(sl, sl)), alone = ratio(sxl, sll);
-        F scale = ratio(fsub(fmul(sw, sxl), fmul(swx, sl)), det), least = ratio(fsub(fmul(sll, swx), fmul(sl, sxl)), det);
+        F scale = ratio(fsub(fmul(sw, sxl), fmul(swx, sl)), det),
+          least = ratio(fsub(fmul(sll, swx), fmul(sl, sxl)), det);
         scale = fabove(det, fset(TINY), fabove(least, zero, alone, scale), alone);
         least = fabove(det, fset(TINY), fabove(least, zero, zero, least), zero);
         const F e = error(scale, least, sl, sll, sxl), limit = fabove(scale, zero, best, fset(-INFINITY));
@@ -197,7 +206,8 @@ template <int N> void affine(const Columns<N>& s, const Search& p, F& best_scale
 // IQ4's values, and for intervals of 16 from -135 on: codes below, and the one or two boundaries within.
 alignas(64) constexpr float IQ4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 alignas(64) constexpr float IQ4_BELOW[16] = {0, 0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15};
-alignas(64) constexpr float IQ4_FIRST[16] = {999, -115.5f, -93.5f, -74, -57, -42, -28.5f, -16, -4.5f, 19, 31.5f, 45.5f, 61, 79, 101, 999};
+alignas(64) constexpr float IQ4_FIRST[16] = {999,   -115.5f, -93.5f, -74,   -57, -42, -28.5f, -16,
+                                             -4.5f, 19,      31.5f,  45.5f, 61,  79,  101,    999};
 
 // Codes of the nearest values, and these values.
 template <bool TABLE> PW_INLINE F numbers(F x, F lo, F hi, F& value) {
@@ -223,7 +233,8 @@ template <int N, bool TABLE> F centred(const Columns<N>& s, const Search& p) {
     const F lo = fset((float)(-p.top - 1)), hi = fset((float)p.top);
     F best_scale = fset(0), best = fset(0);
     for (int i = -p.tries; i < p.tries + 2; ++i) {
-        const F by = i <= p.tries ? signed_ratio(fset((float)-(p.start + p.step * i)), largest) : signed_ratio(fset(1), best_scale);
+        const F by = i <= p.tries ? signed_ratio(fset((float)-(p.start + p.step * i)), largest)
+                                  : signed_ratio(fset(1), best_scale);
         F sums[2];
         sum_columns<N, 2>(
             [&](int k, F* t) {
@@ -240,18 +251,18 @@ template <int N, bool TABLE> F centred(const Columns<N>& s, const Search& p) {
 }
 
 struct GgufJob {
-    int type, kind;       // of the blocks, of x
-    int64_t count, k;     // elements, columns
+    int type, kind;    // of the blocks, of x
+    int64_t count, k;  // elements, columns
     const char* x;
     const float* importance;  // [k] or null
     uint8_t* out;
-    double* sums;         // [pieces, 2]
+    double* sums;  // [pieces, 2]
 };
 
 // 16 sub-blocks from element `at` on, of which `lanes` are there. Returns false if a scale is beyond float16.
 template <int TYPE> bool search_group(const GgufJob& j, int64_t at, int lanes, double* sums) {
     constexpr Search P = search_of<TYPE>();
-    constexpr int N = P.size, BLOCK = gguf_block(TYPE), PER = BLOCK / N, BLOCKS = LANE / PER;
+    constexpr int N = P.size, BLOCK = gguf_block(TYPE).elements, PER = BLOCK / N, BLOCKS = LANE / PER;
     alignas(64) float room[LANE * N], weights[LANE * N];
     alignas(64) int32_t index[LANE];
     for (int l = 0; l < LANE; ++l) index[l] = l * N;
@@ -407,9 +418,10 @@ template <int TYPE> bool search_group(const GgufJob& j, int64_t at, int lanes, d
     alignas(64) float lost[LANE];
     fstore(lost, noise);
     for (int l = 0; l < lanes; ++l) sums[0] += part[l], sums[1] += lost[l];
-    uint8_t* out = j.out + at / BLOCK * gguf_bytes(TYPE);
-    for (int b = 0; b < lanes / PER; ++b, out += gguf_bytes(TYPE))
-        pack_block<TYPE>(codes + b * BLOCK, scale_codes + b * PER, offset_codes + b * PER, d[b * PER], P.affine ? m[b * PER] : 0, out);
+    uint8_t* out = j.out + at / BLOCK * gguf_block(TYPE).bytes;
+    for (int b = 0; b < lanes / PER; ++b, out += gguf_block(TYPE).bytes)
+        pack_block<TYPE>(codes + b * BLOCK, scale_codes + b * PER, offset_codes + b * PER, d[b * PER],
+                         P.affine ? m[b * PER] : 0, out);
     return fits;
 }
 
@@ -496,7 +508,7 @@ template <int TYPE> bool gguf_piece(const GgufJob& j, int64_t at, int64_t n, dou
                 const int64_t some = std::min<int64_t>(n - i, 32 * LANE);
                 read_any(j.kind, j.x, at + i, some, room);
                 for (int64_t b = 0; b < some; b += 32)
-                    fits &= formula_block<TYPE>(room + b, j.out + (at + i + b) / 32 * gguf_bytes(TYPE), sums);
+                    fits &= formula_block<TYPE>(room + b, j.out + (at + i + b) / 32 * gguf_block(TYPE).bytes, sums);
             }
             return fits;
         }
@@ -526,7 +538,8 @@ inline bool gguf_piece(const GgufJob& j, int64_t at, int64_t n, double* sums) {
 }
 
 // Returns 1 if a scale is beyond float16: the blocks are then not valid.
-int gguf_quantize(int type, const void* x, int kind, int64_t count, int64_t k, const float* importance, uint8_t* out, double* sums, int threads) {
+int gguf_quantize(int type, const void* x, int kind, int64_t count, int64_t k, const float* importance, uint8_t* out,
+                  double* sums, int threads) {
     const GgufJob j = {type, kind, count, k, (const char*)x, importance, out, sums};
     const int64_t pieces = (count + GGUF_PIECE - 1) / GGUF_PIECE;
     int over = 0;

@@ -34,10 +34,15 @@ struct Finish {
     // Calls put(t, y) with y of each token t of a block, from its sums.
     template <class Put> PW_INLINE void each(const float* c, const Tokens& tok, int tokens, const Put& put) const {
         const F s = scale, b = bias;
-        if (scaled && biased) for (int t = 0; t < tokens; ++t) put(t, fadd(fmul(fmul(fload(c + 16 * t), fset(tok.token_scale[t])), s), b));
-        else if (scaled) for (int t = 0; t < tokens; ++t) put(t, fmul(fmul(fload(c + 16 * t), fset(tok.token_scale[t])), s));
-        else if (biased) for (int t = 0; t < tokens; ++t) put(t, fadd(fmul(fload(c + 16 * t), fset(tok.token_scale[t])), b));
-        else for (int t = 0; t < tokens; ++t) put(t, fmul(fload(c + 16 * t), fset(tok.token_scale[t])));
+        if (scaled && biased)
+            for (int t = 0; t < tokens; ++t)
+                put(t, fadd(fmul(fmul(fload(c + 16 * t), fset(tok.token_scale[t])), s), b));
+        else if (scaled)
+            for (int t = 0; t < tokens; ++t) put(t, fmul(fmul(fload(c + 16 * t), fset(tok.token_scale[t])), s));
+        else if (biased)
+            for (int t = 0; t < tokens; ++t) put(t, fadd(fmul(fload(c + 16 * t), fset(tok.token_scale[t])), b));
+        else
+            for (int t = 0; t < tokens; ++t) put(t, fmul(fload(c + 16 * t), fset(tok.token_scale[t])));
     }
 };
 
@@ -56,7 +61,8 @@ struct WriteRows {
     void operator()(const Finish& finish, const float* c, int64_t m, int tokens, int64_t col, const Tokens& tok) const {
         const int64_t width = std::min<int64_t>(16, w.n - col), step = w.n * size_of(w.x);
         char* out = (char*)a.y + (m * w.n + col) * size_of(w.x);
-        if (width == 16 && w.x == F32) finish.each(c, tok, tokens, [&](int t, F y) { fstore((float*)(out + t * step), y); });
+        if (width == 16 && w.x == F32)
+            finish.each(c, tok, tokens, [&](int t, F y) { fstore((float*)(out + t * step), y); });
         else finish.each(c, tok, tokens, [&](int t, F y) { store_columns(out + t * step, w.x, width, y); });
     }
 };
@@ -68,14 +74,14 @@ constexpr int64_t INPUT_BYTES = 512 << 10;
 
 // State of one call, shared by its weights.
 struct Work {
-    const IntLinear& w;          // the first; the others differ only in their rows
+    const IntLinear& w;  // the first; the others differ only in their rows
     bool words;
-    int limbs, most;            // limbs per token; maximum tokens per block
-    int64_t token_blocks;        // the first `larger` have `size` tokens, then one may have `few`, the others `smaller`
+    int limbs, most;       // limbs per token; maximum tokens per block
+    int64_t token_blocks;  // the first `larger` have `size` tokens, then one may have `few`, the others `smaller`
     int64_t larger;
-    int size, few, smaller;      // few: 0 if there is no such block
-    int64_t blocks, chunk;       // blocks of columns, and how many of them are processed at a time
-    const int8_t* ones;          // [kp] 1 per true column, if inputs have zero points; else null
+    int size, few, smaller;  // few: 0 if there is no such block
+    int64_t blocks, chunk;   // blocks of columns, and how many of them are processed at a time
+    const int8_t* ones;      // [kp] 1 per true column, if inputs have zero points; else null
 
     int64_t first_token(int64_t mb) const {
         if (mb <= larger) return mb * size;
@@ -138,7 +144,8 @@ Tile tile_at(const Work& k, const LinearArgs& a, int64_t tile, int64_t b0, float
             return Part{(const char*)base + tile * outers * 16 * size_of(w.outer_kind), w.outer_kind};
         };
         p.scale = numbers_of(p.scale, outer(a.outer_scale), w.outer, first, count, nested);
-        if (w.offset) p.offset = numbers_of(p.offset, outer(a.outer_offset), w.outer, first, count, nested + 16 * (k.chunk + 1));
+        if (w.offset)
+            p.offset = numbers_of(p.offset, outer(a.outer_offset), w.outer, first, count, nested + 16 * (k.chunk + 1));
         p.first = b0 % p.per_scale;
     }
     return p;
@@ -181,7 +188,8 @@ struct InputRoom {
 // Whether pairs of tiles are processed together; see micro_pair.
 inline bool in_pairs(const Work& k) {
     const IntLinear& w = k.w;
-    return PAIRS && every_count(w.bits) && w.act != FLOAT && !k.ones && !w.zero_point && !w.offset && !w.outer && k.smaller >= LEAST_PAIRED;
+    return PAIRS && every_count(w.bits) && w.act != FLOAT && !k.ones && !w.zero_point && !w.offset && !w.outer &&
+           k.smaller >= LEAST_PAIRED;
 }
 
 // How a call is divided into units of work: `grain` tiles times `step` token blocks.
@@ -197,11 +205,14 @@ struct Units {
         count = (tiles + grain - 1) / grain * row_units;
     }
     // Bytes of scratch of run_tiles.
-    int64_t room(const Work& k) const { return (2 * step * k.most + k.chunk + (k.w.outer ? 2 * (k.chunk + 1) : 0)) * 64; }
+    int64_t room(const Work& k) const {
+        return (2 * step * k.most + k.chunk + (k.w.outer ? 2 * (k.chunk + 1) : 0)) * 64;
+    }
     // Calls f(tile, mb0, mb1) for the tiles of unit u and its token blocks [mb0, mb1); f returns how many tiles it did,
     // which may be one more than the one that it gets.
     template <class Each> void each(const Work& k, int64_t u, const Each& f) const {
-        const int64_t first = u / row_units * grain, mb0 = u % row_units * step, mb1 = std::min(k.token_blocks, mb0 + step);
+        const int64_t first = u / row_units * grain, mb0 = u % row_units * step,
+                      mb1 = std::min(k.token_blocks, mb0 + step);
         const int64_t end = std::min(tiles, first + grain);
         for (int64_t tile = first; tile < end;) tile += f(tile, end, mb0, mb1);
     }
@@ -221,14 +232,16 @@ int run_tiles(const Work& k, const IntLinear& w, const LinearArgs& a, const Toke
     Micro micro = nullptr;
     MicroPair pair = nullptr;
     for (int64_t b0 = 0; b0 < k.blocks; b0 += k.chunk) {
-        const Tile p[2] = {tile_at(k, a, tile, b0, room, c + 2 * sums), count == 2 ? tile_at(k, a, tile + 1, b0, room, c + 2 * sums) : Tile{}};
+        const Tile p[2] = {tile_at(k, a, tile, b0, room, c + 2 * sums),
+                           count == 2 ? tile_at(k, a, tile + 1, b0, room, c + 2 * sums) : Tile{}};
         for (int64_t mb = mb0, last = -1; mb < mb1; ++mb) {
             const Tokens& tok = tokens[mb];
             const int t = k.tokens_in(mb), r = k.rows(t);
             const Rows rows{tok.limbs + b0 * w.block * k.row_bytes(t), tok.sums + b0 * r,
                             w.act == FLOAT || w.act_group ? tok.scale + b0 * t : nullptr, tok.value + b0 * t,
                             w.act_group ? tok.zero + b0 * t : tok.token_zero};
-            float* const here[2] = {c + (once ? 0 : mb - mb0) * k.most * 16, c + sums + (once ? 0 : mb - mb0) * k.most * 16};
+            float* const here[2] = {c + (once ? 0 : mb - mb0) * k.most * 16,
+                                    c + sums + (once ? 0 : mb - mb0) * k.most * 16};
             if (t != last || k.ones) {
                 if (count == 2) pair = w.bits == 8 ? pick_pair<8>(t) : pick_pair<4>(t);
                 else micro = pick(w.bits, k.words ? 0 : k.limbs, k.ones && mb == mb0, t);

@@ -39,7 +39,7 @@ PW_INLINE void decode_other(int bits, const uint8_t* codes, B* out) {
     }
 }
 
-struct Part {            // scales, zero points or offsets of a tile: 16 numbers per group
+struct Part {  // scales, zero points or offsets of a tile: 16 numbers per group
     const void* p;
     int32_t kind;
 };
@@ -58,41 +58,134 @@ inline I zero16(const Part& a, int64_t i) {
 }
 
 // Decodes `count` groups of a tile, from group `first` on, whose scale codes have outer scales.
-inline Part numbers_of(const Part& codes, const Part& outer, int64_t per_outer, int64_t first, int64_t count, float* out) {
+inline Part numbers_of(const Part& codes, const Part& outer, int64_t per_outer, int64_t first, int64_t count,
+                       float* out) {
     for (int64_t i = 0; i < count; ++i)
         fstore(out + 16 * i, fmul(cvt(zero16(codes, (first + i) * 16)), part16(outer, (first + i) / per_outer * 16)));
     return {out, F32};
 }
 
-struct Tile {                 // 16 rows of the weight, from one block of columns on
+struct Tile {  // 16 rows of the weight, from one block of columns on
     const uint8_t* codes;
     Part scale, zero, offset;
-    int64_t per_scale;        // blocks that share a scale; 0: no scale inside the sum
-    int64_t first, blocks;    // blocks of columns
-    int64_t block, tail;      // columns of a block, and of the last block
+    int64_t per_scale;      // blocks that share a scale; 0: no scale inside the sum
+    int64_t first, blocks;  // blocks of columns
+    int64_t block, tail;    // columns of a block, and of the last block
     int32_t bits, center;
-    int64_t true_columns;     // from here on, without padding
-    const int8_t* ones;       // 1 per true column, for inputs with a zero point; else null
-    float* sums;              // [blocks][16] of the codes minus center and zero point, for such inputs
+    int64_t true_columns;  // from here on, without padding
+    const int8_t* ones;    // 1 per true column, for inputs with a zero point; else null
+    float* sums;           // [blocks][16] of the codes minus center and zero point, for such inputs
 };
 
-struct Rows {                 // a block of tokens, from the same column on
+struct Rows {  // a block of tokens, from the same column on
     const int8_t* limbs;
     const int32_t* sums;
     const float* scale;  // [blocks][T]; null: no scale inside the sum
     const float* value;
-    const float* zero;   // zero points, per token; [blocks][T] if there are scales
+    const float* zero;  // zero points, per token; [blocks][T] if there are scales
 };
 
-// c[t] (+)= the blocks of a tile for T tokens of D limbs, or (D = 0) of words. BITS 0: any width but 4 and 8, in plain
-// C++. `fresh`: c is not read. Inputs with a zero point need the sums of the codes: SUM computes and stores them, other
-// calls for the tile read them.
-template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows& x, float* c, bool fresh) {
-    constexpr int R = D ? T * D : T;
-    constexpr int CHAINS = R == 1 ? 4 : R <= 3 ? 2 : 1;  // independent sums hide the latency of dot4
+// The sums of a block in `micro`: of R tokens and limbs, in CHAINS independent parts that hide the latency of dot4.
+// BITS 0: any width but 4 and 8, in plain C++; D 0: words instead of limbs.
+template <int BITS, int T, int D> struct MicroShape {
+    static constexpr int R = D ? T * D : T;
+    static constexpr int CHAINS = R == 1 ? 4 : R <= 3 ? 2 : 1;
     // Vectors of codes per iteration of the innermost loop: enough products to hide its overhead, at most all.
-    constexpr int STEP = !every_count(BITS) || R < 8 ? 8 : 4;
-    constexpr int WORD_STEP = BITS == 8 ? (R < 8 ? 4 : 2) : R < 8 ? 2 : 1;
+    static constexpr int STEP = !every_count(BITS) || R < 8 ? 8 : 4;
+    static constexpr int WORD_STEP = BITS == 8 ? (R < 8 ? 4 : 2) : R < 8 ? 2 : 1;
+    using Sums = I[CHAINS][R];
+};
+
+// Sums of a block before its products: what center and zero point contribute.
+template <class M>
+PW_INLINE void begin_block(const Tile& w, const int32_t* sums, int64_t group, typename M::Sums& acc) {
+    PW_UNROLL for (int r = 0; r < M::R; ++r) {
+        const int32_t s = sums[r];
+        acc[0][r] = iset(-w.center * s);
+        if (w.zero.kind) acc[0][r] = iadd(acc[0][r], imul(zero16(w.zero, group), iset(-s)));
+        PW_UNROLL for (int h = 1; h < M::CHAINS; ++h) acc[h][r] = iset(0);
+    }
+}
+
+// Adds the products of 32 columns with words. Returns the input after them.
+template <int BITS, class M>
+PW_INLINE const int8_t* add_words(const uint8_t* codes, const int8_t* xs, typename M::Sums& acc) {
+    const auto pair = [&](B u, int at) {
+        PW_UNROLL for (int r = 0; r < M::R; ++r) {
+            acc[at % M::CHAINS][r] = dot2(acc[at % M::CHAINS][r], u, xload(xs + (at * M::R + r) * 4));
+        }
+    };
+    PW_ROLLED for (int at = 0; at < BITS; at += M::WORD_STEP) {
+        PW_UNROLL for (int j = 0; j < M::WORD_STEP; ++j) {
+            const B v = bload(codes + 64 * (at + j));
+            if constexpr (BITS == 8) {
+                pair(words<0, 8>(v), 2 * j);
+                pair(words<8, 8>(v), 2 * j + 1);
+            } else {
+                pair(words<0, 4>(v), 4 * j);
+                pair(words<8, 4>(v), 4 * j + 1);
+                pair(words<4, 4>(v), 4 * j + 2);
+                pair(words<12, 4>(v), 4 * j + 3);
+            }
+        }
+        xs += 64 / BITS * M::WORD_STEP * M::R;
+    }
+    return xs;
+}
+
+// Adds the products of 32 columns with limbs. SUM: also those with `ones`. Returns the input after them.
+template <int BITS, class M, bool SUM>
+PW_INLINE const int8_t* add_limbs(const uint8_t* codes, int bits, const int8_t* xs, const int8_t*& ones,
+                                  typename M::Sums& acc, I (&column)[2]) {
+    B u[8];
+    if constexpr (BITS == 0) decode_other(bits, codes, u);
+    else if constexpr (!every_count(BITS)) decode<BITS>(codes, u);
+    PW_ROLLED for (int at = 0; at < 8; at += M::STEP) {
+        PW_UNROLL for (int j = 0; j < M::STEP; ++j) {
+            if constexpr (BITS == 8) u[j] = bload(codes + 64 * (at + j));
+            if constexpr (BITS == 4) {  // as in `decode`, but on demand
+                if (j % 2 == 0) {
+                    const B two = bload(codes + 32 * (at + j));
+                    u[j] = bmask(two, 15);
+                    u[j + 1] = bmask(bright(two, 4), 15);
+                }
+            }
+            PW_UNROLL for (int r = 0; r < M::R; ++r) {
+                acc[j % M::CHAINS][r] = dot4<BITS == 8>(acc[j % M::CHAINS][r], u[j], xload(xs + (j * M::R + r) * 4));
+            }
+            if (SUM) column[j % 2] = dot4<BITS == 8>(column[j % 2], u[j], xload(ones + 4 * j));
+        }
+        if (SUM) ones += 4 * M::STEP;
+        xs += 4 * M::STEP * M::R;
+    }
+    return xs;
+}
+
+// The sum of the codes of block b minus center and zero point, from the products with ones.
+PW_INLINE F sum_of_codes(const Tile& w, int64_t b, int64_t group, const I (&column)[2]) {
+    const int32_t count = (int32_t)std::min(w.block, std::max<int64_t>(0, w.true_columns - b * w.block));
+    I all = iadd(iadd(column[0], column[1]), iset(-w.center * count));
+    if (w.zero.kind) all = iadd(all, imul(zero16(w.zero, group), iset(-count)));
+    return cvt(all);
+}
+
+// The sum of token t in a block, of its limbs.
+template <class M, int D> PW_INLINE F join_limbs(const typename M::Sums& acc, int t) {
+    constexpr int LIMBS = D ? D : 1;
+    I part[LIMBS];
+    PW_UNROLL for (int d = 0; d < LIMBS; ++d) {
+        part[d] = acc[0][t * LIMBS + d];
+        PW_UNROLL for (int h = 1; h < M::CHAINS; ++h) part[d] = iadd(part[d], acc[h][t * LIMBS + d]);
+    }
+    if constexpr (D <= 1) return cvt(part[0]);
+    else if constexpr (D == 2) return cvt(iadd(ishl8(part[0]), part[1]));
+    else return fma(cvt(part[0]), fset(65536), cvt(iadd(ishl8(part[1]), part[2])));
+}
+
+// c[t] (+)= the blocks of a tile for T tokens of D limbs, or (D = 0) of words. `fresh`: c is not read. Inputs with a
+// zero point need the sums of the codes: SUM computes and stores them, other calls for the tile read them.
+template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows& x, float* c, bool fresh) {
+    using M = MicroShape<BITS, T, D>;
     F sum[T];
     PW_UNROLL for (int t = 0; t < T; ++t) sum[t] = fresh ? fset(0) : fload(c + 16 * t);
     const int8_t* xs = x.limbs;
@@ -101,67 +194,20 @@ template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows
     const int bits = BITS ? BITS : w.bits;
     for (int64_t b = 0; b < w.blocks; ++b) {
         const int64_t group = w.per_scale ? (w.first + b) / w.per_scale * 16 : 0;
-        I acc[CHAINS][R], column[2];
+        typename M::Sums acc;
+        I column[2];
         if (SUM) column[0] = column[1] = iset(0);
-        PW_UNROLL for (int r = 0; r < R; ++r) {
-            const int32_t s = x.sums[b * R + r];
-            acc[0][r] = iset(-w.center * s);
-            if (w.zero.kind) acc[0][r] = iadd(acc[0][r], imul(zero16(w.zero, group), iset(-s)));
-            PW_UNROLL for (int h = 1; h < CHAINS; ++h) acc[h][r] = iset(0);
-        }
+        begin_block<M>(w, x.sums + b * M::R, group, acc);
         const int64_t steps = (b + 1 == w.blocks ? w.tail : w.block) / 32;
         for (int64_t s = 0; s < steps; ++s) {
             PW_UNROLL for (int j = 0; j < bits; ++j) __builtin_prefetch(codes + AHEAD + 64 * j);
-            if constexpr (D == 0) {
-                const auto pair = [&](B u, int at) {
-                    PW_UNROLL for (int r = 0; r < R; ++r)
-                        acc[at % CHAINS][r] = dot2(acc[at % CHAINS][r], u, xload(xs + (at * R + r) * 4));
-                };
-                PW_ROLLED for (int at = 0; at < BITS; at += WORD_STEP) {
-                    PW_UNROLL for (int j = 0; j < WORD_STEP; ++j) {
-                        const B v = bload(codes + 64 * (at + j));
-                        if constexpr (BITS == 8) {
-                            pair(words<0, 8>(v), 2 * j);
-                            pair(words<8, 8>(v), 2 * j + 1);
-                        } else {
-                            pair(words<0, 4>(v), 4 * j);
-                            pair(words<8, 4>(v), 4 * j + 1);
-                            pair(words<4, 4>(v), 4 * j + 2);
-                            pair(words<12, 4>(v), 4 * j + 3);
-                        }
-                    }
-                    xs += 64 / BITS * WORD_STEP * R;
-                }
-            } else {
-                B u[8];
-                if constexpr (BITS == 0) decode_other(bits, codes, u);
-                else if constexpr (!every_count(BITS)) decode<BITS>(codes, u);
-                PW_ROLLED for (int at = 0; at < 8; at += STEP) {
-                    PW_UNROLL for (int j = 0; j < STEP; ++j) {
-                        if constexpr (BITS == 8) u[j] = bload(codes + 64 * (at + j));
-                        if constexpr (BITS == 4) {  // as in `decode`, but on demand
-                            if (j % 2 == 0) {
-                                const B two = bload(codes + 32 * (at + j));
-                                u[j] = bmask(two, 15);
-                                u[j + 1] = bmask(bright(two, 4), 15);
-                            }
-                        }
-                        PW_UNROLL for (int r = 0; r < R; ++r)
-                            acc[j % CHAINS][r] = dot4<BITS == 8>(acc[j % CHAINS][r], u[j], xload(xs + (j * R + r) * 4));
-                        if (SUM) column[j % 2] = dot4<BITS == 8>(column[j % 2], u[j], xload(ones + 4 * j));
-                    }
-                    if (SUM) ones += 4 * STEP;
-                    xs += 4 * STEP * R;
-                }
-            }
+            if constexpr (D == 0) xs = add_words<BITS, M>(codes, xs, acc);
+            else xs = add_limbs<BITS, M, SUM>(codes, bits, xs, ones, acc, column);
             codes += 64 * bits;
         }
         F weight_scale = fset(1), weight_offset = fset(0), weight_sum = fset(0);
         if (SUM) {
-            const int32_t count = (int32_t)std::min(w.block, std::max<int64_t>(0, w.true_columns - b * w.block));
-            I all = iadd(iadd(column[0], column[1]), iset(-w.center * count));
-            if (w.zero.kind) all = iadd(all, imul(zero16(w.zero, group), iset(-count)));
-            weight_sum = cvt(all);
+            weight_sum = sum_of_codes(w, b, group, column);
             fstore(w.sums + 16 * b, weight_sum);
         } else if (D == 1 && w.ones) {
             weight_sum = fload(w.sums + 16 * b);
@@ -169,24 +215,15 @@ template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows
         if (w.per_scale) weight_scale = part16(w.scale, group);
         if (w.offset.kind) weight_offset = part16(w.offset, group);
         const auto sum_of = [&](int t, const float* zero) {  // of a token in this block
-            constexpr int LIMBS = D ? D : 1;
-            I part[LIMBS];
-            PW_UNROLL for (int d = 0; d < LIMBS; ++d) {
-                part[d] = acc[0][t * LIMBS + d];
-                PW_UNROLL for (int h = 1; h < CHAINS; ++h) part[d] = iadd(part[d], acc[h][t * LIMBS + d]);
-            }
-            F f;
-            if constexpr (D <= 1) f = cvt(part[0]);
-            else if constexpr (D == 2) f = cvt(iadd(ishl8(part[0]), part[1]));
-            else f = fma(cvt(part[0]), fset(65536), cvt(iadd(ishl8(part[1]), part[2])));
+            const F f = join_limbs<M, D>(acc, t);
             // exact: with a zero point, blocks are short enough for every term to fit a float
-            if (D == 1 && w.ones) f = fma(weight_sum, fset(-zero[t]), f);
-            return f;
+            return D == 1 && w.ones ? fma(weight_sum, fset(-zero[t]), f) : f;
         };
         if (D != 1 || x.scale) {
             PW_UNROLL for (int t = 0; t < T; ++t) {
                 const F e = fset(x.scale[b * T + t]);
-                sum[t] = fma(sum_of(t, D == 1 ? x.zero + b * T : x.zero), w.per_scale ? fmul(weight_scale, e) : e, sum[t]);
+                sum[t] =
+                    fma(sum_of(t, D == 1 ? x.zero + b * T : x.zero), w.per_scale ? fmul(weight_scale, e) : e, sum[t]);
             }
         } else {
             PW_UNROLL for (int t = 0; t < T; ++t) {
@@ -204,8 +241,9 @@ template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows
 // without zero points and offsets, and inputs with one scale per token and no zero point. Same bits as `micro`.
 template <int BITS, int T> void micro_pair(const Tile* w, const Rows& x, float* const* c, bool fresh) {
     F sum[2][T];
-    PW_UNROLL for (int n = 0; n < 2; ++n)
+    PW_UNROLL for (int n = 0; n < 2; ++n) {
         PW_UNROLL for (int t = 0; t < T; ++t) sum[n][t] = fresh ? fset(0) : fload(c[n] + 16 * t);
+    }
     const int8_t* xs = x.limbs;
     const uint8_t *one = w[0].codes, *two = w[1].codes;
     for (int64_t b = 0; b < w->blocks; ++b) {
@@ -220,7 +258,10 @@ template <int BITS, int T> void micro_pair(const Tile* w, const Rows& x, float* 
             }
         };
         for (int64_t s = 0; s < steps; ++s) {
-            PW_UNROLL for (int j = 0; j < BITS; ++j) __builtin_prefetch(one + AHEAD + 64 * j), __builtin_prefetch(two + AHEAD + 64 * j);
+            PW_UNROLL for (int j = 0; j < BITS; ++j) {
+                __builtin_prefetch(one + AHEAD + 64 * j);
+                __builtin_prefetch(two + AHEAD + 64 * j);
+            }
             PW_ROLLED for (int at = 0; at < BITS; at += 2) {  // vectors of codes
                 PW_UNROLL for (int j = 0; j < 2; ++j) {
                     const B u = bload(one + 64 * (at + j)), v = bload(two + 64 * (at + j));
@@ -244,13 +285,13 @@ template <int BITS, int T> void micro_pair(const Tile* w, const Rows& x, float* 
                     sum[n][t] = fma(cvt(acc[n][t]), w->per_scale ? fmul(scale, e) : e, sum[n][t]);
                 }
             } else {
-                PW_UNROLL for (int t = 0; t < T; ++t)
+                PW_UNROLL for (int t = 0; t < T; ++t) {
                     sum[n][t] = w->per_scale ? fma(cvt(acc[n][t]), scale, sum[n][t]) : fadd(cvt(acc[n][t]), sum[n][t]);
+                }
             }
         }
     }
-    PW_UNROLL for (int n = 0; n < 2; ++n)
-        PW_UNROLL for (int t = 0; t < T; ++t) fstore(c[n] + 16 * t, sum[n][t]);
+    PW_UNROLL for (int n = 0; n < 2; ++n) { PW_UNROLL for (int t = 0; t < T; ++t) fstore(c[n] + 16 * t, sum[n][t]); }
 }
 constexpr int LEAST_PAIRED = 4;  // tokens of a block; with fewer a call is memory-bound
 
@@ -282,10 +323,10 @@ template <int BITS = 1> Micro pick(int bits, int limbs, bool sum, int tokens) {
         if (bits != BITS) return pick<BITS + 1>(bits, limbs, sum, tokens);
         if constexpr (every_count(BITS))
             if (limbs == 0) return pick_tokens<BITS, 0, false, LEAST_WORDS>(tokens);
-        return sum           ? pick_count<BITS, 1, true>(tokens)
+        return sum          ? pick_count<BITS, 1, true>(tokens)
                : limbs == 1 ? pick_count<BITS, 1>(tokens)
                : limbs == 2 ? pick_count<BITS, 2>(tokens)
-                             : pick_count<BITS, 3>(tokens);
+                            : pick_count<BITS, 3>(tokens);
     }
 }
 

@@ -29,7 +29,9 @@ inline I random16(const OptimJob& j, int64_t at) {
     return ixor(x, ishr<15>(x));
 }
 inline I upper16(const OptimJob& j, int64_t at) { return ishr<16>(uadd(random16(j, at), iset((int32_t)j.turn))); }
-inline I lower16(const OptimJob& j, int64_t at) { return ishr<16>(uadd(ishl(random16(j, at), 16), iset((int32_t)j.turn))); }
+inline I lower16(const OptimJob& j, int64_t at) {
+    return ishr<16>(uadd(ishl(random16(j, at), 16), iset((int32_t)j.turn)));
+}
 
 // -- floats in and out ------------------------------------------------------------------------------------------------
 
@@ -107,10 +109,12 @@ inline void decode_block(const OptimState& s, const uint8_t* codes, float scale,
     }
 }
 
-inline void encode_block(const OptimJob& j, const OptimState& s, const float* x, float scale, int64_t at, int64_t n, uint8_t* out) {
+inline void encode_block(const OptimJob& j, const OptimState& s, const float* x, float scale, int64_t at, int64_t n,
+                         uint8_t* out) {
     const F by = fset(scale);
     if (s.kind == STATE_UFLOAT) {
-        const I base = iset(s.base), low = iset(s.low), top = iset(s.top), below = iset(((s.split + s.base) << s.shift) - 1);
+        const I base = iset(s.base), low = iset(s.low), top = iset(s.top),
+                below = iset(((s.split + s.base) << s.shift) - 1);
         const I half = iset((1 << (s.shift - 1)) - 1), half_low = iset((1 << s.shift) - 1);
         for (int64_t i = 0; i < n; i += 16) {
             const I b = bits(fdiv(fload(x + i), by));
@@ -119,7 +123,8 @@ inline void encode_block(const OptimJob& j, const OptimState& s, const float* x,
                 up = ishl(upper16(j, at + i), s.shift - 16);
                 up_low = ishl(up, 1);
             }
-            const I code = iabove(b, below, isub(ishr(uadd(b, up), s.shift), base), isub(ishr(uadd(b, up_low), s.shift + 1), low));
+            const I code =
+                iabove(b, below, isub(ishr(uadd(b, up), s.shift), base), isub(ishr(uadd(b, up_low), s.shift + 1), low));
             const I least = imax(code, iset(0));
             istore8((int8_t*)out + i, iabove(least, top, top, least));
         }

@@ -138,8 +138,7 @@ inline void row_of_tile(int bits, const uint8_t* tile, int row, uint8_t* out) {
         for (int j = 0; j < 8; j += each) {
             uint32_t v;
             memcpy(&v, tile + 64 * (j / each), 4);
-            for (int i = 0; i < each; ++i)
-                q[j + i] |= (v >> plane * i & 0x01010101u * ((1u << plane) - 1)) << shift;
+            for (int i = 0; i < each; ++i) q[j + i] |= (v >> plane * i & 0x01010101u * ((1u << plane) - 1)) << shift;
         }
         tile += 64 * plane;
         shift += plane;

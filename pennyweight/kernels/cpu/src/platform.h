@@ -45,4 +45,10 @@ inline void yield_thread() {
 #endif
 }
 
+inline void pause_thread() {  // of a loop that waits
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
 }  // namespace

@@ -13,21 +13,23 @@ namespace {
 
 // Per-group values of one row, padded to whole vectors of 16.
 struct Groups {
-    float *lo, *hi;                  // range
-    float *scale, *zero, *offset;    // as stored; 0 and -0 where there are none
-    float *by;                       // multiplier of x, or divisor if there is an offset
-    float *down, *least;             // offsets only
+    float *lo, *hi;                // range
+    float *scale, *zero, *offset;  // as stored; 0 and -0 where there are none
+    float* by;                     // multiplier of x, or divisor if there is an offset
+    float *down, *least;           // offsets only
 };
 constexpr int64_t GROUP_ARRAYS = 8;
 
 inline Groups groups_at(float* p, int64_t padded) {
-    return {p, p + padded, p + 2 * padded, p + 3 * padded, p + 4 * padded, p + 5 * padded, p + 6 * padded, p + 7 * padded};
+    return {
+        p, p + padded, p + 2 * padded, p + 3 * padded, p + 4 * padded, p + 5 * padded, p + 6 * padded, p + 7 * padded};
 }
 
 // 16 elements of x from p on, of which only `count` exist; the last one is repeated.
 template <int KIND> inline F load_some(const char* p, int64_t count) {
     alignas(64) char room[64];
-    for (int64_t i = 0; i < 16; ++i) memcpy(room + i * bytes_of(KIND), p + std::min(i, count - 1) * bytes_of(KIND), (size_t)bytes_of(KIND));
+    for (int64_t i = 0; i < 16; ++i)
+        memcpy(room + i * bytes_of(KIND), p + std::min(i, count - 1) * bytes_of(KIND), (size_t)bytes_of(KIND));
     return load_kind<KIND>(room);
 }
 
@@ -137,9 +139,12 @@ inline void store_part(int kind, const float* from, int64_t count, int64_t step,
         const int64_t size = bytes_of(kind), n = std::min<int64_t>(16, count - g);
         char* to = (char*)out + (at + g * step) * size;
         if (step == 1) memcpy(to, room, (size_t)(n * size));
-        else if (size == 4) for (int64_t i = 0; i < n; ++i) memcpy(to + i * step * 4, room + i * 4, 4);
-        else if (size == 2) for (int64_t i = 0; i < n; ++i) memcpy(to + i * step * 2, room + i * 2, 2);
-        else for (int64_t i = 0; i < n; ++i) to[i * step] = room[i];
+        else if (size == 4)
+            for (int64_t i = 0; i < n; ++i) memcpy(to + i * step * 4, room + i * 4, 4);
+        else if (size == 2)
+            for (int64_t i = 0; i < n; ++i) memcpy(to + i * step * 2, room + i * 2, 2);
+        else
+            for (int64_t i = 0; i < n; ++i) to[i * step] = room[i];
     }
 }
 

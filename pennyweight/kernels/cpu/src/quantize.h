@@ -17,7 +17,9 @@
 
 namespace {
 
-struct Sums { double signal, noise; };
+struct Sums {
+    double signal, noise;
+};
 
 // round_kind<R>(b / by), with `over` = 1 / by. In bfloat16 one correction of b * over is exact: a quotient of two such
 // numbers is either halfway between two others, and is then computed exactly, or 2**-17 of it away. Not beyond 2**60.
@@ -103,7 +105,9 @@ template <int KIND> Encoder encoder_of(const Affine& a) {
     const bool p = promoted(KIND, a.scale) == KIND;
     if (!a.offset) return p ? encode_row<KIND, KIND, F32, false> : encode_row<KIND, F32, F32, false>;
     const bool r = p && promoted(a.offset, a.scale) == KIND;
-    return r ? encode_row<KIND, KIND, KIND, true> : p ? encode_row<KIND, KIND, F32, true> : encode_row<KIND, F32, F32, true>;
+    return r   ? encode_row<KIND, KIND, KIND, true>
+           : p ? encode_row<KIND, KIND, F32, true>
+               : encode_row<KIND, F32, F32, true>;
 }
 inline Encoder encoder(const Affine& a) {
     return a.x == BF16 ? encoder_of<BF16>(a) : a.x == F16 ? encoder_of<F16>(a) : encoder_of<F32>(a);
@@ -137,13 +141,17 @@ inline uint64_t eight_codes(int bits, const uint8_t* p) {
 // Writes rows of bytes (16 rows in TILES, each in whole blocks of 32 and zero beyond a.width) to the stored codes.
 void put_rows(const Affine& a, int64_t r0, int64_t rows, const uint8_t* bytes, int64_t step, uint8_t* codes) {
     if (a.store == TILES) {
-        for (int64_t c = 0; c < step / 32; ++c) tile_of_rows(a.bits, bytes + 32 * c, step, 0, codes + r0 / 16 * a.stride + c * 64 * a.bits);
+        for (int64_t c = 0; c < step / 32; ++c)
+            tile_of_rows(a.bits, bytes + 32 * c, step, 0, codes + r0 / 16 * a.stride + c * 64 * a.bits);
         return;
     }
     for (int64_t r = 0; r < rows; ++r) {
         uint8_t* out = codes + (r0 + r) * a.stride;
         const uint8_t* p = bytes + r * step;
-        if (a.store == PLAIN || a.bits == 8) { memcpy(out, p, (size_t)a.width); continue; }
+        if (a.store == PLAIN || a.bits == 8) {
+            memcpy(out, p, (size_t)a.width);
+            continue;
+        }
         for (int64_t i = 0, left = a.stride; left > 0; i += 8, left -= a.bits) {
             const uint64_t v = eight_codes(a.bits, p + i);
             memcpy(out + i / 8 * a.bits, &v, (size_t)std::min<int64_t>(left, a.bits));
@@ -218,7 +226,7 @@ template <class WORD> bool finite_words(const WORD* p, int64_t count, WORD limit
 #pragma omp parallel for num_threads(threads) reduction(+ : bad) if (threads > 1)
     for (int64_t u = 0; u < (count + CHUNK - 1) / CHUNK; ++u) {
         WORD top = 0;
-        const WORD mask = (WORD)((WORD)~(WORD)0 >> 1);
+        const WORD mask = (WORD)((WORD) ~(WORD)0 >> 1);
         const int64_t end = std::min(count, u * CHUNK + CHUNK);
         for (int64_t i = u * CHUNK; i < end; ++i) {
             const WORD v = p[i] & mask;

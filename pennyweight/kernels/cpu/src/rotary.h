@@ -14,8 +14,7 @@
 
 namespace {
 
-constexpr int64_t MOST_CHANNELS = 1024;     // of a head, as check.h requires
-constexpr int64_t ROTARY_ELEMENTS = 1024;   // of a unit of work
+constexpr int64_t ROTARY_ELEMENTS = 1024;  // of a unit of work
 
 inline int64_t rotary_heads(const RotaryArgs& a) { return std::max<int64_t>(1, ROTARY_ELEMENTS / std::max(1, a.size)); }
 inline int64_t rotary_units(const RotaryArgs& a) {
@@ -29,13 +28,16 @@ struct Angles {
     Angles(const RotaryArgs& a, int64_t b, int64_t s) {
         alignas(64) float wide[MOST_CHANNELS];
         const int64_t each = size_of(a.angle_kind), up = (a.rotated + 15) / 16 * 16;
-        widen_row((const char*)a.cos + (b * a.cos_strides[0] + s * a.cos_strides[1]) * each, a.angle_kind, a.rotated, up, wide);
+        widen_row((const char*)a.cos + (b * a.cos_strides[0] + s * a.cos_strides[1]) * each, a.angle_kind, a.rotated,
+                  up, wide);
         split(a, wide, cos);
-        widen_row((const char*)a.sin + (b * a.sin_strides[0] + s * a.sin_strides[1]) * each, a.angle_kind, a.rotated, up, wide);
+        widen_row((const char*)a.sin + (b * a.sin_strides[0] + s * a.sin_strides[1]) * each, a.angle_kind, a.rotated,
+                  up, wide);
         split(a, wide, sin);
     }
     static void split(const RotaryArgs& a, const float* x, float (*to)[MOST_CHANNELS / 2]) {
-        const int64_t half = a.rotated / 2, step = a.rotation == HALVES ? 1 : 2, second = a.rotation == HALVES ? half : 1;
+        const int64_t half = a.rotated / 2, step = a.rotation == HALVES ? 1 : 2,
+                      second = a.rotation == HALVES ? half : 1;
         for (int64_t d = 0; d < half; ++d) to[0][d] = x[d * step], to[1][d] = x[d * step + second];
         for (int64_t d = half; d % 16; ++d) to[0][d] = to[1][d] = 0;
     }
@@ -46,7 +48,8 @@ inline void rotate_head(float* x, const RotaryArgs& a, const Angles& by) {
     alignas(64) float pairs[2][MOST_CHANNELS / 2];
     const size_t bytes = (size_t)half * 4;
     if (a.rotation == HALVES) memcpy(pairs[0], x, bytes), memcpy(pairs[1], x + half, bytes);
-    else for (int64_t d = 0; d < half; ++d) pairs[0][d] = x[2 * d], pairs[1][d] = x[2 * d + 1];
+    else
+        for (int64_t d = 0; d < half; ++d) pairs[0][d] = x[2 * d], pairs[1][d] = x[2 * d + 1];
     for (int64_t d = half; d % 16; ++d) pairs[0][d] = pairs[1][d] = 0;
     for (int64_t d = 0; d < half; d += 16) {
         const F one = fload(pairs[0] + d), two = fload(pairs[1] + d);
@@ -54,7 +57,8 @@ inline void rotate_head(float* x, const RotaryArgs& a, const Angles& by) {
         fstore(pairs[1] + d, fadd(fmul(two, fload(by.cos[1] + d)), fmul(one, fload(by.sin[1] + d))));
     }
     if (a.rotation == HALVES) memcpy(x, pairs[0], bytes), memcpy(x + half, pairs[1], bytes);
-    else for (int64_t d = 0; d < half; ++d) x[2 * d] = pairs[0][d], x[2 * d + 1] = pairs[1][d];
+    else
+        for (int64_t d = 0; d < half; ++d) x[2 * d] = pairs[0][d], x[2 * d + 1] = pairs[1][d];
 }
 // A head of the cache.
 inline void store_head(const float* x, int64_t size, void* out, int kind) {
@@ -87,9 +91,13 @@ inline void rotary_heads_of(const RotaryArgs& a, int64_t first, int64_t row, con
             continue;
         }
         const int64_t each = size_of(a.cache_kind), at = a.past + s;
-        store_head(x, a.size, (char*)a.keys + (b * a.key_strides[0] + head * a.key_strides[1] + at * a.key_strides[2]) * each, a.cache_kind);
-        store_head(a.v + row * a.v_stride + head * a.size, a.size,
-                   (char*)a.values + (b * a.value_strides[0] + head * a.value_strides[1] + at * a.value_strides[2]) * each, a.cache_kind);
+        store_head(x, a.size,
+                   (char*)a.keys + (b * a.key_strides[0] + head * a.key_strides[1] + at * a.key_strides[2]) * each,
+                   a.cache_kind);
+        store_head(
+            a.v + row * a.v_stride + head * a.size, a.size,
+            (char*)a.values + (b * a.value_strides[0] + head * a.value_strides[1] + at * a.value_strides[2]) * each,
+            a.cache_kind);
     }
 }
 

@@ -31,7 +31,11 @@ class Workspace {
         return data;
     }
     void trim() {
-        if (size > keep) { free_aligned(data); data = nullptr; size = 0; }
+        if (size > keep) {
+            free_aligned(data);
+            data = nullptr;
+            size = 0;
+        }
     }
     ~Workspace() { free_aligned(data); }
 };

@@ -4,8 +4,10 @@
 //   X  four bytes of one input row, as dot4 and dot2 take them
 //
 // Each simd_*.h also has the sizes of register blocks. TOKENS: tokens processed together per tile with one, two and
-// three limbs, and with 16-bit words. PAIRS: whether two tiles are processed together for one limb. FLOAT_ROWS and DIRECT_ROWS: rows of x per tile of numbers, and of codes that are
-// decoded directly; FLOAT_TILES and DIRECT_TILES: tiles side by side.
+// three limbs, and with 16-bit words. PAIRS: whether two tiles are processed together for one limb. FLOAT_ROWS and
+// DIRECT_ROWS: rows of x per tile of numbers, and of codes that are decoded directly; FLOAT_TILES and DIRECT_TILES:
+// tiles side by side. CONV_TILES, CONV_PIXELS: tiles and pixels of a convolution; DIRECT_PIXELS: pixels of a depthwise
+// one. CHAIN_TILES, and CHAIN_PIXELS by tiles - 1: the same in chains. DEPTHWISE_ROWS: whether depthwise_row() is used.
 //
 // A file that includes this one is compiled once per instruction set (see setup.py). Everything is in an anonymous
 // namespace: inline functions with external linkage would be merged across translation units, and AVX-512 code would
@@ -67,7 +69,8 @@ namespace {
 
 // bfloat16 to nearest, ties to even; NaN stays NaN.
 inline uint16_t narrow_bf16(float f) {
-    uint32_t b; memcpy(&b, &f, 4);
+    uint32_t b;
+    memcpy(&b, &f, 4);
     if ((b & 0x7fffffff) > 0x7f800000) return (uint16_t)((b >> 16) | 0x40);
     return (uint16_t)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
 }
@@ -79,6 +82,15 @@ inline void fstore_bf16(uint16_t* p, F a) {
 }
 #endif
 #if !defined(__AVX512F__)
+// Transposes 4 x 4 quarters of four vectors.
+inline void exchange4(B* v) {
+    uint8_t from[4][64], to[64];
+    for (int i = 0; i < 4; ++i) bstore(from[i], v[i]);
+    for (int i = 0; i < 4; ++i) {
+        for (int j = 0; j < 4; ++j) memcpy(to + 16 * j, from[j] + 16 * i, 16);
+        v[i] = bload(to);
+    }
+}
 inline float fleast(F a) {
     float t[16];
     fstore(t, a);
@@ -102,9 +114,7 @@ template <int KIND> inline F round_kind(F a) {
     if constexpr (KIND == F16) return round_f16(a);
     return a;
 }
-inline F round_kind(int kind, F a) {
-    return kind == BF16 ? round_kind<BF16>(a) : kind == F16 ? round_kind<F16>(a) : a;
-}
+inline F round_kind(int kind, F a) { return kind == BF16 ? round_kind<BF16>(a) : kind == F16 ? round_kind<F16>(a) : a; }
 template <int KIND> inline F load_kind(const void* p) {
     if constexpr (KIND == BF16) return fload_bf16((const uint16_t*)p);
     if constexpr (KIND == F16) return fload_f16((const uint16_t*)p);
@@ -147,8 +157,16 @@ inline void store16(void* p, int kind, int64_t i, F v) {
     }
 }
 inline int64_t size_of(int kind) { return kind == F32 ? 4 : kind == BF16 || kind == F16 ? 2 : kind == NONE ? 0 : 1; }
-inline uint32_t bits_of(float f) { uint32_t b; memcpy(&b, &f, 4); return b; }
-inline float float_of(uint32_t b) { float f; memcpy(&f, &b, 4); return f; }
+inline uint32_t bits_of(float f) {
+    uint32_t b;
+    memcpy(&b, &f, 4);
+    return b;
+}
+inline float float_of(uint32_t b) {
+    float f;
+    memcpy(&f, &b, 4);
+    return f;
+}
 
 // One row as float32 [kp], zero beyond k.
 inline void widen_row(const void* x, int kind, int64_t k, int64_t kp, float* out) {

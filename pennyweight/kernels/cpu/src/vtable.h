@@ -1,6 +1,7 @@
 // The functions that an instruction set offers. A part (int_linear.cpp, float_linear.cpp, convolution.cpp,
-// conversions.cpp) is compiled once for each instruction set that makes a difference to it, with PW_ISA as its name, and enters its functions into
-// the table. The other functions are those of the instruction set's base, see dispatch.cpp.
+// conversions.cpp) is compiled once for each instruction set that makes a difference to it, with PW_ISA as its name,
+// and enters its functions into the table. The other functions are those of the instruction set's base, see
+// dispatch.cpp.
 #pragma once
 
 #include "abi.h"
@@ -14,7 +15,8 @@ struct Table {
     int (*convolution)(const Conv*, const ConvArgs*);
     void (*pack_codes)(const uint8_t*, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads);
     void (*pack_stream)(const uint8_t*, int64_t n, int64_t k, int64_t kp, int bits, int pad, uint8_t* out, int threads);
-    void (*unpack_codes)(const uint8_t*, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads);
+    void (*unpack_codes)(const uint8_t*, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out,
+                         int threads);
     void (*dequantize)(const Affine*, const Parts*, const int64_t* index, int64_t m, char* out, int threads);
     int (*quantize)(const Rounding*, const char* x, int64_t ldx, const Parts*, double* sums, int threads);
     void (*ranges)(const Affine*, const char* x, int64_t ldx, char* out, int threads);
@@ -24,11 +26,12 @@ struct Table {
     int (*rotary)(const RotaryArgs*, int threads);
     int64_t (*probe[4])(const void* p, int64_t n, int threads);  // see bandwidth_probe.h
     int (*conv_chain)(const Chain*);
-    int (*gguf_quantize)(int type, const void* x, int kind, int64_t count, int64_t k, const float* importance, uint8_t* out, double* sums, int threads);
+    int (*gguf_quantize)(int type, const void* x, int kind, int64_t count, int64_t k, const float* importance,
+                         uint8_t* out, double* sums, int threads);
 };
 
 // pw_part_<part>_<isa>: the function of a part that enters its functions. It must not run on a machine without the
 // instruction set.
 #define PW_PART_NAME2(part, isa) pw_part_##part##_##isa
 #define PW_PART_NAME(part, isa) PW_PART_NAME2(part, isa)
-#define PW_PART(part) extern "C" void PW_PART_NAME(part, PW_ISA)(Table* table)
+#define PW_PART(part) extern "C" void PW_PART_NAME(part, PW_ISA)(Table * table)

@@ -19,7 +19,7 @@ Mode mode = COMPARE;
 std::vector<std::string> isas;  // beside plain C++
 int64_t compared = 0, wrong = 0, refused = 0;
 int64_t round_now = 0;
-std::string now;                // what is being called
+std::string now;  // what is being called
 
 // What a call writes. Before each it holds `before`, or 0xff. kind: NONE for the same bits, or that of its numbers: the
 // same bits where they are not NaN, or within `near` of the greatest.
@@ -28,7 +28,8 @@ struct Output {
     int kind;
     double near;
     Bytes before;
-    Output(const Room& r, int kind_ = NONE, double near_ = 0, Bytes before_ = {}) : room(&r), kind(kind_), near(near_), before(std::move(before_)) {}
+    Output(const Room& r, int kind_ = NONE, double near_ = 0, Bytes before_ = {})
+        : room(&r), kind(kind_), near(near_), before(std::move(before_)) {}
 };
 
 void reset(const std::vector<Output>& outputs) {
@@ -41,7 +42,8 @@ bool same(const Output& o, const Bytes& expected, const Bytes& y, std::string* h
         if (expected == y) return true;
         char line[80];
         for (size_t i = 0, shown = 0; i < y.size() && shown < 4; ++i)
-            if (y[i] != expected[i]) snprintf(line, sizeof line, " [%zu] %02x not %02x", i, y[i], expected[i]), *how += line, ++shown;
+            if (y[i] != expected[i])
+                snprintf(line, sizeof line, " [%zu] %02x not %02x", i, y[i], expected[i]), *how += line, ++shown;
         return false;
     }
     const size_t size = (size_t)size_of(o.kind);
@@ -85,7 +87,8 @@ int apart(const std::function<int()>& call, std::string* said) {
 
 // Calls under each instruction set, with one thread and with several. call(threads) returns a status. `values`: whether
 // what is written is compared, too. Mode SHORT: each argument in turn is a byte too short, which must be noticed.
-void compare(const std::string& what, const std::vector<Output>& outputs, const std::function<int64_t(int)>& call, bool values = true) {
+void compare(const std::string& what, const std::vector<Output>& outputs, const std::function<int64_t(int)>& call,
+             bool values = true) {
     now = what;
     const std::string function = what.substr(0, what.find(' '));
     if (mode == BROKEN) return;
@@ -96,11 +99,20 @@ void compare(const std::string& what, const std::vector<Output>& outputs, const 
             const Room& room = *Room::all()[i];
             if (!room.size()) continue;
             std::string said;
-            const int ended = apart([&] { room.shorten(); call(1); return 0; }, &said);
+            const int ended = apart(
+                [&] {
+                    room.shorten();
+                    call(1);
+                    return 0;
+                },
+                &said);
             ++refused;
-            if (ended == SIGABRT && said.find("pennyweight: " + function + ": ") == 0 && said.find(" expected ") != std::string::npos) continue;
+            if (ended == SIGABRT && said.find("pennyweight: " + function + ": ") == 0 &&
+                said.find(" expected ") != std::string::npos)
+                continue;
             ++wrong;
-            printf("%s: argument %zu a byte too short (%zu bytes): ended with %d\n%s", what.c_str(), i, room.size(), ended, said.c_str());
+            printf("%s: argument %zu a byte too short (%zu bytes): ended with %d\n%s", what.c_str(), i, room.size(),
+                   ended, said.c_str());
         }
         return;
     }
@@ -123,17 +135,21 @@ void compare(const std::string& what, const std::vector<Output>& outputs, const 
             std::string how;
             bool good = !values || again == status;
             if (!good) how = " another status";
-            for (size_t i = 0; values && i < outputs.size(); ++i) good &= same(outputs[i], expected[i], outputs[i].room->copy(), &how);
+            for (size_t i = 0; values && i < outputs.size(); ++i)
+                good &= same(outputs[i], expected[i], outputs[i].room->copy(), &how);
             for (size_t i = 0; i < in.size(); ++i)
                 if (in[i]->copy() != inputs[i]) good = false, how += " an input was written to";
             if (good) continue;
-            if (++wrong <= 40) printf("%s, %d threads: %s:%s (round %ld)\n", isa.c_str(), threads, what.c_str(), how.c_str(), (long)round_now);
+            if (++wrong <= 40)
+                printf("%s, %d threads: %s:%s (round %ld)\n", isa.c_str(), threads, what.c_str(), how.c_str(),
+                       (long)round_now);
         }
 }
 
-// Mode BROKEN: each of `calls` breaks a rule of src/check.h, and must be refused with INVALID, or with -1, 0 or null where
-// a function has no status (`otherwise`); where the library asserts it says which rule and aborts.
-void refuse(const std::string& function, const std::vector<std::pair<const char*, std::function<int64_t()>>>& calls, int64_t otherwise = INVALID) {
+// Mode BROKEN: each of `calls` breaks a rule of src/check.h, and must be refused with INVALID, or with -1, 0 or null
+// where a function has no status (`otherwise`); where the library asserts it says which rule and aborts.
+void refuse(const std::string& function, const std::vector<std::pair<const char*, std::function<int64_t()>>>& calls,
+            int64_t otherwise = INVALID) {
     if (mode != BROKEN) return;
     pw_isa_use("scalar");
     for (const auto& [rule, call] : calls) {
@@ -146,8 +162,21 @@ void refuse(const std::string& function, const std::vector<std::pair<const char*
         const bool good = ended == -100;
 #endif
         ++refused;
-        if (!good) ++wrong, printf("%s: %s: not refused, ended with %d\n%s", function.c_str(), rule, ended, said.c_str());
+        if (!good)
+            ++wrong, printf("%s: %s: not refused, ended with %d\n%s", function.c_str(), rule, ended, said.c_str());
     }
+}
+
+// The extents that the library tells of a structure: the bytes of its parts here.
+template <class T> void told(int what, const T& structure, const std::vector<const Room*>& parts) {
+    Extent extents[8];
+    if (mode != COMPARE) return;
+    bool good = pw_extents(what, &structure, extents, 8) == (int)parts.size();
+    for (size_t i = 0; good && i < parts.size(); ++i)
+        good &= extents[i].count * size_of(extents[i].kind) == (int64_t)parts[i]->size();
+    ++compared;
+    if (!good && ++wrong <= 40)
+        printf("pw_extents %d: not the bytes of %s (round %ld)\n", what, now.c_str(), (long)round_now);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // Each function of the native library, under each instruction set of this machine, beside plain C++: a program without
 // torch, for emulators and sanitizers. Every buffer is as long as it must be and no longer, and lies between two pages
-// that nobody may touch. Prints what it compared, and ends with 1 where something differs, with 2 where there is nothing
-// to compare.
+// that nobody may touch. Prints what it compared, and ends with 1 where something differs, with 2 where there is
+// nothing to compare.
 //
 //     every_isa [option ..] [rounds [instruction set ..]]
 //
@@ -28,8 +28,12 @@ namespace {
 int64_t seed = 1;
 
 void say_where() {
-    fprintf(stderr, "every_isa: --seed %ld --from %ld%s%s, %s: %s\n", (long)seed, (long)round_now, wild ? " --wild" : "",
-            mode == SHORT ? " --short" : mode == BROKEN ? " --broken" : "", place == AT_END ? "before a page" : "behind a page", now.c_str());
+    fprintf(stderr, "every_isa: --seed %ld --from %ld%s%s, %s: %s\n", (long)seed, (long)round_now,
+            wild ? " --wild" : "",
+            mode == SHORT    ? " --short"
+            : mode == BROKEN ? " --broken"
+                             : "",
+            place == AT_END ? "before a page" : "behind a page", now.c_str());
 }
 void on_signal(int number) {
     say_where();
@@ -38,7 +42,10 @@ void on_signal(int number) {
 }
 
 void one_round() {
-    static void (*const every[])() = {int_linear, int_linears, block, block_attention, float_linear, convolution, conv_chain, packing, streaming, dequantize, quantize, gguf, finite, optimizers, attention, rotary, probe, choosing};
+    static void (*const every[])() = {int_linear,  int_linears, block,   block_attention, float_linear,
+                                      convolution, conv_chain,  packing, streaming,       dequantize,
+                                      quantize,    gguf,        finite,  optimizers,      attention,
+                                      rotary,      extents,     probe,   choosing};
     for (const auto f : every)
         for (Place p : {AT_BEGIN, AT_END}) {
             place = p;
@@ -84,7 +91,8 @@ int main(int count, char** words) {
     const time_t begin = time(nullptr);
     int64_t done = 0;
     for (; done < rounds && time(nullptr) - begin < seconds; ++done, ++round_now) one_round();
-    if (mode == COMPARE) printf("%ld rounds, %ld comparisons with plain C++, %ld wrong:", (long)done, (long)compared, (long)wrong);
+    if (mode == COMPARE)
+        printf("%ld rounds, %ld comparisons with plain C++, %ld wrong:", (long)done, (long)compared, (long)wrong);
     else printf("%ld rounds, %ld calls to be refused, %ld were not:", (long)done, (long)refused, (long)wrong);
     for (const auto& isa : isas) printf(" %s", isa.c_str());
     printf("\n");

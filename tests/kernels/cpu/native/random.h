@@ -7,7 +7,7 @@
 #include <initializer_list>
 #include <vector>
 
-#include "library.h"
+#include "../../../../pennyweight/kernels/cpu/src/abi.h"
 
 namespace {
 
@@ -26,7 +26,8 @@ int64_t up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 int64_t rows_of() { return chance(2) ? one_of<int64_t>({1, 5, 15, 16, 17, 31, 32, 33, 48, 70}) : 1 + below(90); }
 int64_t columns_of() {
     if (chance(40)) return one_of<int64_t>({2047, 2048, 2049, 4096, 4097, 5000});
-    return chance(2) ? one_of<int64_t>({1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 640})
+    return chance(2) ? one_of<int64_t>(
+                           {1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 640})
                      : 1 + below(700);
 }
 
@@ -35,8 +36,16 @@ float number() {  // of one sign or the other, about 1
     for (int i = 0; i < 4; ++i) sum += (float)random_bits() / 2147483648.0f - 0.5f;
     return sum * 1.7f;
 }
-uint32_t bits_of(float f) { uint32_t b; memcpy(&b, &f, 4); return b; }
-float float_of(uint32_t b) { float f; memcpy(&f, &b, 4); return f; }
+uint32_t bits_of(float f) {
+    uint32_t b;
+    memcpy(&b, &f, 4);
+    return b;
+}
+float float_of(uint32_t b) {
+    float f;
+    memcpy(&f, &b, 4);
+    return f;
+}
 uint16_t half_of(float f) {  // toward zero: any half will do
     const uint32_t b = bits_of(f);
     const int e = (int)(b >> 23 & 255) - 112;
@@ -49,7 +58,10 @@ int64_t size_of(int kind) { return kind == F32 ? 4 : kind == BF16 || kind == F16
 uint32_t edge_of(int kind) {
     const uint32_t sign = random_bits() & 1;
     switch (kind) {
-        case F32: return one_of<uint32_t>({0, 1, 0x7fffff, 0x800000, 0x7f7fffff, 0x7f800000, 0x7fc00000, 0x7f800001, 0x71000000, 0x0a000000}) | sign << 31;
+        case F32:
+            return one_of<uint32_t>({0, 1, 0x7fffff, 0x800000, 0x7f7fffff, 0x7f800000, 0x7fc00000, 0x7f800001,
+                                     0x71000000, 0x0a000000}) |
+                   sign << 31;
         case BF16: return one_of<uint32_t>({0, 1, 0x7f, 0x80, 0x7f7f, 0x7f80, 0x7fc0, 0x7100, 0x0a00}) | sign << 15;
         default: return one_of<uint32_t>({0, 1, 0x3ff, 0x400, 0x7bff, 0x7c00, 0x7e00, 0x7c01}) | sign << 15;
     }
@@ -67,9 +79,13 @@ Bytes numbers(int kind, int64_t count, float scale = 1, bool positive = false) {
         const uint32_t edge = edges && size_of(kind) > 1 && chance(count > 64 ? 50 : 8) ? edge_of(kind) : 0;
         if (edge) memcpy(p, &edge, (size_t)size_of(kind));
         else if (kind == F32) memcpy(p, &f, 4);
-        else if (kind == BF16) { const uint16_t b = (uint16_t)(bits_of(f) >> 16); memcpy(p, &b, 2); }
-        else if (kind == F16) { const uint16_t b = half_of(f); memcpy(p, &b, 2); }
-        else if (kind == E8M0 && !edges) *p = (uint8_t)(118 + below(8));
+        else if (kind == BF16) {
+            const uint16_t b = (uint16_t)(bits_of(f) >> 16);
+            memcpy(p, &b, 2);
+        } else if (kind == F16) {
+            const uint16_t b = half_of(f);
+            memcpy(p, &b, 2);
+        } else if (kind == E8M0 && !edges) *p = (uint8_t)(118 + below(8));
         else if (kind == E4M3 && !edges) *p = (uint8_t)(40 + below(40));
         else *p = (uint8_t)random_bits();
     }
@@ -81,7 +97,11 @@ Bytes any_bytes(int64_t count) {
     return out;
 }
 float value(int kind, const uint8_t* p) {
-    if (kind == F32) { float f; memcpy(&f, p, 4); return f; }
+    if (kind == F32) {
+        float f;
+        memcpy(&f, p, 4);
+        return f;
+    }
     uint16_t b;
     memcpy(&b, p, 2);
     if (kind == BF16) return float_of((uint32_t)b << 16);

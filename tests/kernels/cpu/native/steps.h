@@ -14,8 +14,10 @@ struct RandomTable {
         float values[256] = {0};
         for (int i = 0; i < count; ++i)  // half of each sign; neighbours an eighth of an octave apart
             values[i] = (mirror || i >= count / 2 ? 1.0f : -1.0f) *
-                        std::exp2(-0.125f * (float)(mirror || i >= count / 2 ? count - 1 - i : i) - 0.0625f * (float)below(2) * 0.5f);
-        t.shift = 23 - 5, t.first = (int32_t)(bits_of(0x1p-40f) >> t.shift), t.last = (int32_t)(bits_of(2.0f) >> t.shift) - t.first;
+                        std::exp2(-0.125f * (float)(mirror || i >= count / 2 ? count - 1 - i : i) -
+                                  0.0625f * (float)below(2) * 0.5f);
+        t.shift = 23 - 5, t.first = (int32_t)(bits_of(0x1p-40f) >> t.shift),
+        t.last = (int32_t)(bits_of(2.0f) >> t.shift) - t.first;
         t.mirror = mirror, t.negative = mirror ? 0 : t.last + 1;
         for (int half = 0; half < (mirror ? 1 : 2); ++half) {
             int code = mirror ? 0 : count / 2;  // of 0: above all negative levels
@@ -37,7 +39,8 @@ struct RandomTable {
 struct TableRoom {
     Room cells, values, table;
     static Bytes bytes(const void* p, size_t n) { return Bytes((const uint8_t*)p, (const uint8_t*)p + n); }
-    explicit TableRoom(const RandomTable& t) : cells(bytes(t.entries.data(), t.entries.size() * 4)), values(t.numbers), table(sizeof(CodeTable)) {
+    explicit TableRoom(const RandomTable& t)
+        : cells(bytes(t.entries.data(), t.entries.size() * 4)), values(t.numbers), table(sizeof(CodeTable)) {
         CodeTable own = t.t;
         own.cells = (const int32_t*)cells.data(), own.values = (const float*)values.data();
         memcpy(table.data(), &own, sizeof own);
@@ -114,13 +117,18 @@ void optimizers() {
         const OptimJob& j = c->j;
         jobs.push_back(j);
         char line[200];
-        snprintf(line, sizeof line, " rule %d states %d (%d %d %d) bits %d kinds %d %d count %ld slab %ld block %ld inner %ld row %ld flags %d;", j.rule, j.states,
-                 j.state[0].kind, j.state[1].kind, j.state[2].kind, j.state[0].bits, j.p_kind, j.g_kind, (long)j.count, (long)j.slab, (long)j.block,
-                 (long)j.inner, (long)j.row, j.flags);
+        snprintf(line, sizeof line,
+                 " rule %d states %d (%d %d %d) bits %d kinds %d %d count %ld slab %ld block %ld inner %ld row %ld "
+                 "flags %d;",
+                 j.rule, j.states, j.state[0].kind, j.state[1].kind, j.state[2].kind, j.state[0].bits, j.p_kind,
+                 j.g_kind, (long)j.count, (long)j.slab, (long)j.block, (long)j.inner, (long)j.row, j.flags);
         what += line;
     }
     const Room room(TableRoom::bytes(jobs.data(), jobs.size() * sizeof(OptimJob)));
-    compare(what, outputs, [&](int threads) { return pw_optim_steps((const OptimJob*)room.data(), (int64_t)jobs.size(), threads); }, moderate);
+    compare(
+        what, outputs,
+        [&](int threads) { return pw_optim_steps((const OptimJob*)room.data(), (int64_t)jobs.size(), threads); },
+        moderate);
     if (jobs.empty()) return;
     const auto with = [&](auto change) {
         return [&, change] {
@@ -130,18 +138,55 @@ void optimizers() {
         };
     };
     using W = OptimJob;
-    refuse("pw_optim_steps", {
-        {"count", with([](W& v) { v.count = -1; })}, {"slab", with([](W& v) { v.slab = 0; })}, {"slabs that are not whole", with([](W& v) { v.count = v.slab * 2 + 1, v.slab += v.slab == 1; })},
-        {"block", with([](W& v) { v.block = 0; })}, {"row", with([](W& v) { v.row = v.block + 1; })}, {"rule", with([](W& v) { v.rule = 3; })},
-        {"states", with([](W& v) { v.states = 4; })}, {"no states", with([](W& v) { v.states = 0; })}, {"kind of p", with([](W& v) { v.p_kind = I8; })},
-        {"kind of g", with([](W& v) { v.g_kind = NONE; })}, {"kind of state", with([](W& v) { v.state[0].kind = 3; })},
-        {"bits of state", with([](W& v) { v.state[0].kind = STATE_UFLOAT, v.state[0].bits = 5; })},
-        {"no table", with([](W& v) { v.state[0].kind = STATE_TABLE, v.state[0].bits = 8, v.state[0].table = nullptr; })},
-        {"shift", with([](W& v) { v.state[0].kind = STATE_UFLOAT, v.state[0].bits = 8, v.state[0].shift = 3; })},
-        {"no p", with([](W& v) { v.count = v.slab, v.p = nullptr; })}, {"no g", with([](W& v) { v.count = v.slab, v.g = nullptr; })},
-        {"no jobs", [&] { return (int64_t)pw_optim_steps(nullptr, 1, 1); }}, {"number of jobs", [&] { return (int64_t)pw_optim_steps(jobs.data(), -1, 1); }},
-        {"threads", [&] { return (int64_t)pw_optim_steps(jobs.data(), 1, 0); }},
-    });
+    refuse("pw_optim_steps",
+           {
+               {"count", with([](W& v) { v.count = -1; })},
+               {"slab", with([](W& v) { v.slab = 0; })},
+               {"slabs that are not whole", with([](W& v) { v.count = v.slab * 2 + 1, v.slab += v.slab == 1; })},
+               {"block", with([](W& v) { v.block = 0; })},
+               {"row", with([](W& v) { v.row = v.block + 1; })},
+               {"rule", with([](W& v) { v.rule = 3; })},
+               {"states", with([](W& v) { v.states = 4; })},
+               {"no states", with([](W& v) { v.states = 0; })},
+               {"kind of p", with([](W& v) { v.p_kind = I8; })},
+               {"kind of g", with([](W& v) { v.g_kind = NONE; })},
+               {"kind of state", with([](W& v) { v.state[0].kind = 3; })},
+               {"bits of state", with([](W& v) { v.state[0].kind = STATE_UFLOAT, v.state[0].bits = 5; })},
+               {"no table",
+                with([](W& v) { v.state[0].kind = STATE_TABLE, v.state[0].bits = 8, v.state[0].table = nullptr; })},
+               {"shift", with([](W& v) { v.state[0].kind = STATE_UFLOAT, v.state[0].bits = 8, v.state[0].shift = 3; })},
+               {"no p", with([](W& v) { v.count = v.slab, v.p = nullptr; })},
+               {"no g", with([](W& v) { v.count = v.slab, v.g = nullptr; })},
+               {"no jobs", [&] { return (int64_t)pw_optim_steps(nullptr, 1, 1); }},
+               {"number of jobs", [&] { return (int64_t)pw_optim_steps(jobs.data(), -1, 1); }},
+               {"threads", [&] { return (int64_t)pw_optim_steps(jobs.data(), 1, 0); }},
+           });
+}
+
+// Those of a job; those of other structures are compared beside the calls that read them.
+void extents() {
+    OptimJob job = {};
+    job.count = job.slab = 1 + below(5000), job.block = job.row = 64, job.rule = RULE_LION, job.states = 1;
+    job.state[0].kind = STATE_FLOAT;
+    const Room structure(TableRoom::bytes(&job, sizeof job)), out(2 * sizeof(Extent));
+    const auto call = [&](int what, const void* from, const void* to, int room) {
+        return (int64_t)pw_extents(what, from, (Extent*)to, room);
+    };
+    compare("pw_extents", {{out}}, [&](int) { return call(OPTIM_STATES, structure.data(), out.data(), 2); });
+    refuse("pw_extents",
+           {
+               {"what", [&] { return call(6, structure.data(), out.data(), 2); }},
+               {"no structure", [&] { return call(OPTIM_STATES, nullptr, out.data(), 2); }},
+               {"no room", [&] { return call(OPTIM_STATES, structure.data(), out.data(), 1); }},
+               {"room", [&] { return call(OPTIM_STATES, structure.data(), out.data(), -1); }},
+               {"no extents", [&] { return call(OPTIM_STATES, structure.data(), nullptr, 2); }},
+               {"a rule of the structure",
+                [&] {
+                    job.states = 2;
+                    return call(OPTIM_STATES, &job, out.data(), 2);
+                }},
+           },
+           -1);
 }
 
 // What the probe reads; its figures are those of the instruction set.
@@ -150,18 +195,29 @@ void probe() {
     const Room p(any_bytes(what ? 0 : below(5000)));
     const int64_t n = what ? below(50) : (int64_t)p.size();
     compare("pw_probe", {}, [&](int threads) { return pw_probe(what, p.data(), n, threads); }, false);
-    refuse("pw_probe", {
-        {"what", [&] { return pw_probe(4, p.data(), 1, 1); }}, {"n", [&] { return pw_probe(1, nullptr, -1, 1); }},
-        {"threads", [&] { return pw_probe(1, nullptr, 1, 0); }}, {"no memory", [&] { return pw_probe(0, nullptr, 64, 1); }},
-    }, 0);
+    refuse("pw_probe",
+           {
+               {"what", [&] { return pw_probe(4, p.data(), 1, 1); }},
+               {"n", [&] { return pw_probe(1, nullptr, -1, 1); }},
+               {"threads", [&] { return pw_probe(1, nullptr, 1, 0); }},
+               {"no memory", [&] { return pw_probe(0, nullptr, 64, 1); }},
+           },
+           0);
 }
 
 void choosing() {
     for (int i = 0; i < pw_isa_count(); ++i)
-        if (pw_isa_here(i) && pw_isa_use(pw_isa_name(i)) != i) ++wrong, printf("instruction set %d is not the one chosen by its name\n", i);
+        if (pw_isa_here(i) && pw_isa_use(pw_isa_name(i)) != i)
+            ++wrong, printf("instruction set %d is not the one chosen by its name\n", i);
     if (pw_isa_use("no such one") != -1) ++wrong, printf("an instruction set that nobody knows was found\n");
-    refuse("pw_isa_name", {{"before the first", [&] { return (int64_t)(intptr_t)pw_isa_name(-1); }}, {"after the last", [&] { return (int64_t)(intptr_t)pw_isa_name(pw_isa_count()); }}}, 0);
-    refuse("pw_isa_here", {{"before the first", [&] { return (int64_t)pw_isa_here(-1); }}, {"after the last", [&] { return (int64_t)pw_isa_here(pw_isa_count()); }}}, 0);
+    refuse("pw_isa_name",
+           {{"before the first", [&] { return (int64_t)(intptr_t)pw_isa_name(-1); }},
+            {"after the last", [&] { return (int64_t)(intptr_t)pw_isa_name(pw_isa_count()); }}},
+           0);
+    refuse("pw_isa_here",
+           {{"before the first", [&] { return (int64_t)pw_isa_here(-1); }},
+            {"after the last", [&] { return (int64_t)pw_isa_here(pw_isa_count()); }}},
+           0);
     refuse("pw_isa_use", {{"no name", [&] { return (int64_t)pw_isa_use(nullptr); }}}, -1);
 }
 
