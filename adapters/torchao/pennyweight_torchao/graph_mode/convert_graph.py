@@ -50,7 +50,7 @@ def convert(model: GraphModule, use_reference_representation: bool = False, fold
     Each observer becomes quantize and dequantize, ``torch.ops.quantized_decomposed.*``; dynamic ones get
     choose_qparams before them. Every user of a tensor gets a dequantize of its own. fold_quantize: weights are stored
     as codes, with dequantize left in the graph. use_reference_representation: products of codes are computed in
-    integers, see :mod:`.reference_arithmetic`. Observers of weights that did not run run now.
+    integers, see ``reference_arithmetic.py``. Observers of weights that did not run run now.
     Raises ArgumentError if the model is not a graph, ValueError if ``use_reference_representation`` is not a bool.
     """
     if not isinstance(use_reference_representation, bool):

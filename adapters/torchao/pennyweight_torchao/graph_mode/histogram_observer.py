@@ -23,7 +23,7 @@ class HistogramObserver(UniformQuantizationObserverBase):
     """Buffers ``histogram`` with ``bins`` bins, ``min_val`` and ``max_val``.
 
     If a tensor exceeds the range, the histogram is moved to the wider range. Parameters: from the range
-    [min_val + width * first, min_val + width * (last + 1)] that :meth:`_non_linear_param_search` finds.
+    [min_val + width * first, min_val + width * (last + 1)] that ``_non_linear_param_search`` finds.
     Infinite values are ignored, with a warning. Raises NotImplementedError unless the qscheme is per tensor and static.
     """
 

@@ -88,7 +88,7 @@ class OutputLogger(nn.Module):
 
 
 def prepare_for_propagation_comparison(model: GraphModule) -> GraphModule:
-    """A copy of the graph with an :class:`OutputLogger` after each node that comes from the exported graph."""
+    """A copy of the graph with an ``OutputLogger`` after each node that comes from the exported graph."""
     model = copy.deepcopy(model)
     for node in list(model.graph.nodes):
         source = source_of(node)
