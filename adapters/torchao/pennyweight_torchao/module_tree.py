@@ -71,16 +71,6 @@ REEXPORTS: dict[str, tuple[str, str]] = {
         "pennyweight_torchao.graph_mode.train_eval",
         "allow_exported_model_train_eval move_exported_model_to_eval move_exported_model_to_train",
     ),
-    "@graph_partitions": (
-        "pennyweight_torchao.graph_mode.partitions",
-        "bfs_trace_with_node_process",
-    ),
-    "@graph_debugger": (
-        "pennyweight_torchao.graph_mode.numeric_debugger",
-        "CUSTOM_KEY FROM_NODE_KEY NUMERIC_DEBUG_HANDLE_KEY NodeAccuracySummary NodeSourceDebugInfo OutputLogger "
-        "QuantizationComparisonResult compare_results extract_results_from_loggers generate_numeric_debug_handle "
-        "prepare_for_propagation_comparison",
-    ),
     "@graph_x86": (
         "pennyweight_torchao.graph_mode.inductor_quantizers",
         "X86InductorQuantizer",
@@ -255,11 +245,9 @@ _ROWS = (
     (
         "quantization",
         "pt2e",
-        f"{_OBSERVERS} @graph_fake_quantize @graph_train_eval @graph_partitions @graph_debugger "
-        "pt2e.graph_names qparams",
+        f"{_OBSERVERS} @graph_fake_quantize @graph_train_eval pt2e.graph_names qparams",
     ),
     (_PT2E, "_affine_quantization", "pt2e.affine_observers primitives"),
-    (_PT2E, "_numeric_debugger", "@graph_debugger pt2e.graph_names"),
     (_PT2E, "convert prepare quantize_pt2e", "pt2e.graph_conversion"),
     (_PT2E, "export_utils", "@graph_train_eval"),
     (_PT2E, "fake_quantize", _FAKE_QUANTIZE),

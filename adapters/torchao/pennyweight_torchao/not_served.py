@@ -33,6 +33,8 @@ _TESTS = "your own tests: it was a test rig of torchao"
 _INTX = "IntxWeightOnlyConfig with torch.int1 to torch.int8"
 _CODES = "the encode and decode of pennyweight.get_format('e2m1'), 'e2m3', 'e3m2' or 'e8m0'; MXTensor.to_mx and NVFP4Tensor.to_nvfp4 quantize on every device"
 _SIZES = "MXTensor.to_mx, whose shape is that of the data"
+_COMPARE = "pennyweight.compare, which measures the error of each layer"
+_INTERPRET = "torch.fx.Interpreter, which runs a graph node by node; pennyweight.compare measures the error of each layer of a model"
 _HANDLER = "call the operator on the tensor: it handled one operator inside"
 
 # Path of a module, which stands for what is below it, too -> replacement.
@@ -84,7 +86,7 @@ MODULES: dict[str, str] = {
     "prototype.parq": _PARQ,
     "prototype.pat": "pennyweight.optim.PruneOptimizer",
     "prototype.profiler": "torch.profiler",
-    "prototype.quant_logger": "pennyweight.compare, which measures the error of each layer",
+    "prototype.quant_logger": _COMPARE,
     "prototype.quantization.autoquant_v2": _AUTO,
     "prototype.quantization.codebook": _CODEBOOK,
     "prototype.quantization.codebook_coreml": _CODEBOOK,
@@ -109,12 +111,13 @@ MODULES: dict[str, str] = {
     "quantization.linear_activation_weight_observed_tensor": _OBSERVED,
     "quantization.marlin_qqq": "Int8DynamicActivationInt4WeightConfig",
     "quantization.prototype.qat.affine_fake_quantized_tensor": _QAT,
+    "quantization.pt2e._numeric_debugger": _INTERPRET,
     "quantization.pt2e.constant_fold": "torch._inductor.constant_folding",
     "quantization.pt2e.graph_utils": "torch.fx.passes.utils.source_matcher_utils.get_source_partitions",
     "quantization.pt2e.learnable_fake_quantize": _FAKE,
     "quantization.pt2e.quantizer.duplicate_dq_pass": "convert_pt2e, which copies dequantize for each user",
     "quantization.pt2e.quantizer.port_metadata_pass": "convert_pt2e, which ports the metadata of nodes",
-    "quantization.pt2e.reference_representation_rewrite": "convert_pt2e(model, use_reference_representation=True)",
+    "quantization.pt2e.reference_representation_rewrite": "pennyweight.lower, which computes products of codes in integers",
     "quantization.pt2e.inductor_passes": "pennyweight.lower; torch.compile, whose own passes fuse quantized layers",
     "quantization.qat.affine_fake_quantized_tensor": _QAT,
     "quantization.quantize_.int4_groupwise_preshuffle_tensor": "Int4WeightOnlyConfig",
@@ -207,6 +210,11 @@ NAMES: dict[str, str] = {
     ),
     **dict.fromkeys(["quantization.pt2e.convert.*", "quantization.pt2e.quantizer.*"], "convert_pt2e"),
     **dict.fromkeys(["quantization.pt2e.export_utils.*", "quantization.pt2e.utils.*"], "torch.export and torch.fx: it was a helper of torchao's passes"),
+    **dict.fromkeys(
+        ["CUSTOM_KEY", "FROM_NODE_KEY", "NUMERIC_DEBUG_HANDLE_KEY", "NodeAccuracySummary", "OutputLogger", "QuantizationComparisonResult", "compare_results", "extract_results_from_loggers", "generate_numeric_debug_handle", "prepare_for_propagation_comparison"],
+        _INTERPRET,
+    ),
+    "bfs_trace_with_node_process": "a loop over the nodes of a graph",
     "OperatorPatternType": "list[Callable[..., Any]]",
     "get_x86_inductor_linear_dynamic_fp16_config": "get_default_x86_inductor_quantization_config",
     "quantization.quant_api.*": "register_quantize_module_handler",
