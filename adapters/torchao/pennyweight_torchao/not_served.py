@@ -17,6 +17,8 @@ _SMOOTH = (
     'SmoothQuantConfig with a step, or pennyweight.quantize_(model, config, calibration=batches, algorithm="smooth")'
 )
 _TRAIN = "quantize_ with a config of pennyweight.training: Float8TrainingConfig, Int8MixedPrecisionTrainingConfig, MXTrainingConfig"
+_WEIGHTS = "quantize_ with Int8MixedPrecisionTrainingConfig, or with pennyweight.training.BitNetTrainingConfig or Int8WeightOnlyTrainingConfig"
+_STATES = "pennyweight.core.formats: DYNAMIC8_FLOAT32, UDYNAMIC8, DYNAMIC4 and LINEAR4 are the tables of optimizer states; OptimState8bit reads states"
 _BLOCKS = "pennyweight.training.grouped_mm or linear with recipe 'blockwise'; Float8WeightOnlyConfig(granularity=PerBlock(...)) for inference"
 _ATTENTION = "F.scaled_dot_product_attention, in the dtype of its inputs; QuantizedCache stores keys and values in 8 bits or less"
 _DELAYED = "scales are recomputed in each product, ScalingType.DYNAMIC: no history is kept or synchronized"
@@ -29,19 +31,24 @@ _CODEBOOK = 'pennyweight.quantize_(model, config, algorithm="kmeans") with a lea
 _OLD_WEIGHTS = "quantize_ with Int8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig or Int4WeightOnlyConfig"
 _OBSERVED = "Int8StaticActivationInt8WeightConfig with pennyweight.quantize_(model, config, calibration=batches)"
 _FAKE = "an observer or FakeQuantize of quantization.pt2e with the arguments that you need, by with_args; quantize_ with pennyweight.QATConfig learns scales"
+_ROTATE = 'apply_spinquant, or pennyweight.quantize_(model, config, algorithm="rotate")'
 _TESTS = "your own tests: it was a test rig of torchao"
 _INTX = "IntxWeightOnlyConfig with torch.int1 to torch.int8"
 _CODES = "the encode and decode of pennyweight.get_format('e2m1'), 'e2m3', 'e3m2' or 'e8m0'; MXTensor.to_mx and NVFP4Tensor.to_nvfp4 quantize on every device"
 _SIZES = "MXTensor.to_mx, whose shape is that of the data"
 _COMPARE = "pennyweight.compare, which measures the error of each layer"
 _INTERPRET = "torch.fx.Interpreter, which runs a graph node by node; pennyweight.compare measures the error of each layer of a model"
+_FPX = "FPXWeightOnlyConfig; pennyweight.get_format('e3m2') encodes and decodes"
+_HQQ = 'IntxWeightOnlyConfig(intx_choose_qparams_algorithm="hqq_scale_only"), or pennyweight.quantize_(model, config, algorithm="hqq")'
 _HANDLER = "call the operator on the tensor: it handled one operator inside"
 
 # Path of a module, which stands for what is below it, too -> replacement.
 MODULES: dict[str, str] = {
     "dtypes.affine_quantized_tensor_ops": "pennyweight.register_quantize_module_handler, or a kernel of your own in pennyweight's table",
+    "dtypes.floatx.floatx_tensor_core_layout": _FPX,
     "dtypes.fbgemm_fp8_tensor": "Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())",
     "dtypes.fbgemm_int4_tensor": "Int4WeightOnlyConfig",
+    "dtypes.uintx.bitpacking": _PACKED,
     "dtypes.uintx.block_sparse_layout": _SPARSE,
     "dtypes.uintx.dyn_int8_act_int4_wei_cpu_layout": "Int8DynamicActivationInt4WeightConfig",
     "dtypes.uintx.gemlite_layout": "UIntXWeightOnlyConfig",
@@ -71,7 +78,8 @@ MODULES: dict[str, str] = {
     "prototype.fp8_sdpa_inference": _ATTENTION,
     "prototype.galore": "pennyweight.optim.AdamW8bit, or the galore_torch package",
     "prototype.gptq.gptq_example": _GPTQ,
-    "prototype.hqq": 'pennyweight.quantize_(model, config, algorithm="hqq")',
+    "prototype.custom_fp_utils": _FPX,
+    "prototype.hqq": _HQQ,
     "prototype.inductor": "torch.compile: its graphs hold pennyweight's products as operators, so no pass has to find them; pennyweight.fuse_ joins layers",
     "prototype.moe_quant": "pennyweight.quantize_, which quantizes the weights of experts [E, N, K]",
     "prototype.moe_training": _GROUPED,
@@ -99,10 +107,10 @@ MODULES: dict[str, str] = {
     "prototype.quantization.module_swap": "quantize_, which keeps the modules",
     "prototype.quantization.subgraph_utils": "pennyweight.recommend",
     "prototype.quantization.uintx": "UIntXWeightOnlyConfig",
-    "prototype.quantized_training": _TRAIN,
+    "prototype.quantized_training": _WEIGHTS,
     "prototype.scaled_grouped_mm": _GROUPED,
     "prototype.sparsity": _SPARSE,
-    "prototype.spinquant._hadamard_matrices": "torchao.prototype.spinquant.hadamard_utils.get_hadK",
+    "prototype.spinquant": _ROTATE,
     "prototype.splitk": _GPU,
     "quantization.GPTQ_MT": _GPTQ,
     "quantization.autoquant": _AUTO,
@@ -165,8 +173,8 @@ NAMES: dict[str, str] = {
         "Int8DynamicActivationIntxWeightConfig",
     ),
     **dict.fromkeys(
-        ["FloatxTensorCoreAQTTensorImpl", "from_scaled_tc_floatx", "pack_tc_floatx", "to_scaled_tc_floatx", "unpack_tc_floatx"],
-        "FPXWeightOnlyConfig",
+        ["FloatxTensorCoreLayout", "from_scaled_tc_floatx", "to_affine_quantized_fpx", "to_scaled_tc_floatx"],
+        _FPX,
     ),
     **dict.fromkeys(["abs_lsh", "abs_rsh", "DummyModule", "get_out_shape", "profiler_runner", "_apply_logging_hook"], "a line of your own"),
     **dict.fromkeys(["skip_if_compute_capability_less_than", "skip_if_no_cuda", "skip_if_rocm", "skip_if_xpu"], "unittest.skipIf, pytest.mark.skipif"),
@@ -174,12 +182,11 @@ NAMES: dict[str, str] = {
     "Int4MarlinSparseTensor": _SPARSE,
     "IntxUnpackedTensor": "IntxUnpackedToInt8Tensor",
     "Int4WeightOnlyOpaqueTensorConfig": "Int4WeightOnlyConfig",
-    "prototype.moe_training.mxfp8_grouped_mm.round_up": "torchao.utils.round_up",
     "dtypes.floatx.float8_layout.*": "Float8Tensor; scales have an axis for each of the tensor's",
-    "prototype.quantized_training.int8_mm.*": "scaled_int8_mm, which runs on every device",
     **dict.fromkeys(
-        [f"float8{end}.*" for end in ("", ".config", ".float8_linear_utils", ".float8_scaling_utils", ".float8_utils")], _DELAYED
+        [f"float8{end}.*" for end in ("", ".config", ".float8_linear_utils")], _DELAYED
     ),
+    "float8.float8_utils.*": _TRAIN,
     "float8.fsdp_utils.*": "fully_shard(model), which gathers weights in their own dtype",
     "kernel.*": _GPU,
     **dict.fromkeys(["FromMXConstrFunc", "ToMXConstrFunc"], "MXTensor.to_mx and dequantize; pennyweight.QATConfig trains"),
@@ -196,9 +203,21 @@ NAMES: dict[str, str] = {
     "float8.float8_linear.*": "Float8Linear, or pennyweight.training.linear with recipe 'tensorwise' or 'rowwise'",
     "float8.inference.*": "F.linear with a float8 weight",
     "prototype.mx_formats.mx_linear.*": "quantize_ with MXLinearConfig, or pennyweight.training.linear with a Recipe",
-    "prototype.quantized_training.*": "quantize_ with BitNetTrainingConfig",
-    "prototype.quantized_training.bitnet.*": "quantize_ with BitNetTrainingConfig",
-    "prototype.spinquant.hadamard_utils.*": "matmul_hadU_fast; torch.library registers operators",
+    **dict.fromkeys(
+        ["prototype.quantized_training.*", "prototype.quantized_training.int8_mixed_precision.*"], _WEIGHTS
+    ),
+    "prototype.spinquant.spinquant.*": _ROTATE,
+    **dict.fromkeys(["_choose_qparams_and_quantize_affine_hqq", "_choose_qparams_and_quantize_scale_only_hqq", "_choose_qparams_and_quantize_scale_only_sinq", "choose_qparams_and_quantize_affine_hqq"], _HQQ),
+    **dict.fromkeys(
+        ["_choose_qparams_and_quantize_affine_qqq", "_dequantize_affine_qqq", "choose_qparams_and_quantize_affine_qqq", "dequantize_affine_qqq"],
+        "Int8DynamicActivationInt4WeightConfig",
+    ),
+    **dict.fromkeys(
+        [f"{before}{name}_floatx" for before in ("", "_") for name in ("choose_qparams_affine", "quantize_affine", "dequantize_affine")], _FPX
+    ),
+    "AffineQuantizedFixedQParamObserver": "FixedQParamsObserver of quantization.pt2e",
+    "AffineQuantizedMSEObserver": 'pennyweight.quantize_(model, config, algorithm="mse")',
+    **dict.fromkeys(["optim.quant_utils.*", "prototype.low_bit_optim.quant_utils.*", "quantize_fp8"], _STATES),
     "Float8ActInt4WeightQATQuantizer": "QATConfig(Float8DynamicActivationInt4WeightConfig())",
     **dict.fromkeys(["_choose_qparams_gguf", "_dequantize_gguf", "_quantize_gguf"], "pennyweight convert MODEL FILE.gguf"),
     "prototype.mx_formats.mx_tensor.*": _HANDLER,
