@@ -164,7 +164,7 @@ _ROWS = (
         f"{_MX} mx.inference mx.training {_CONFIGS} {_MX_TENSORS} enums",
     ),
     ("prototype.mx_formats", "config", f"{_MX} mx.checks mx.training enums"),
-    ("prototype.mx_formats", "mx_linear", f"{_MX} mx.training mx.inference"),
+    ("prototype.mx_formats", "mx_linear", f"{_MX} mx.training"),
     ("prototype.mx_formats", "mx_tensor", f"{_MX} {_MX_TENSORS} mx.conversion mx.scale_layout enums"),
     ("prototype.mx_formats", "nvfp4_tensor", f"{_MX} {_MX_TENSORS} mx.conversion enums"),
     ("prototype.mx_formats", "utils", f"{_MX} mx.scale_layout mx.mx_tensor"),

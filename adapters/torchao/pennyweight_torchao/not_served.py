@@ -196,12 +196,21 @@ NAMES: dict[str, str] = {
     "maybe_dtensor_to_blocked": "to_blocked(t.full_tensor())",
     "experimental.quant_api.*": "the configs of torchao.quantization, which run everywhere",
     "prototype.dtypes.*": _INTX,
+    **dict.fromkeys(
+        ["_quant_int8_dynamic_per_token_linear", "_quant_int8_per_token_matmul", "_quantize_activation_per_token_absmax", "quant_int8_dynamic_per_token_linear", "quant_int8_per_token_matmul", "quantize_activation_per_token_absmax"],
+        "F.linear with a weight of Int8DynamicActivationInt8WeightConfig",
+    ),
+    **dict.fromkeys(["dequantize_per_channel", "dequantize_per_tensor"], "dequantize_affine"),
+    **dict.fromkeys(["_PartialWrapper", "_with_args"], "with_args of the observer"),
     "prototype.moe_training.*": _GROUPED,
     **dict.fromkeys(["dtypes.nf4tensor.*", "quantization.quantize_.workflows.nf4.nf4_tensor.*"], _HANDLER),
     **dict.fromkeys(["dtypes.utils.*", "utils.*"], "torch.cuda, torch.cpu or importlib.metadata, which it asked; torch.library for operators"),
     "benchmark_torch_function_in_microseconds": "torch.utils.benchmark.Timer",
     "float8.float8_linear.*": "Float8Linear, or pennyweight.training.linear with recipe 'tensorwise' or 'rowwise'",
     "float8.inference.*": "F.linear with a float8 weight",
+    **dict.fromkeys(["MXInferenceLinear", "MXInferenceLinearConfig"], "pennyweight.MXWeightOnlyConfig"),
+    "NVFP4ObservedLinear": "NVFP4DynamicActivationNVFP4WeightConfig(act_scale=...), the largest input / (6 * 448)",
+    "RunningAbsMaxSmoothQuantObserver": "SmoothQuantObserver, which finds the same factors",
     "prototype.mx_formats.mx_linear.*": "quantize_ with MXLinearConfig, or pennyweight.training.linear with a Recipe",
     **dict.fromkeys(
         ["prototype.quantized_training.*", "prototype.quantized_training.int8_mixed_precision.*"], _WEIGHTS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,32 +11,13 @@ from torch import Tensor, nn
 from pennyweight.planning.granularity import Granularity, MappingType
 
 from .enums import ZeroPointDomain
+from .graph_mode.observer_base import bind
 from .primitives import choose_qparams_affine_with_min_max
 from .qparams import block_view, get_block_size, require
 
 __all__ = [
-    "AffineQuantizedMinMaxObserver", "AffineQuantizedObserverBase", "_PartialWrapper", "_with_args",
+    "AffineQuantizedMinMaxObserver", "AffineQuantizedObserverBase",
 ]  # fmt: skip
-
-
-class _PartialWrapper:
-    """A class with some arguments bound; ``with_args`` binds more of them."""
-
-    def __init__(self, p: Any) -> None:
-        self.p = p
-
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
-        return self.p(*args, **keywords)
-
-    def __repr__(self) -> str:
-        return repr(self.p)
-
-    def with_args(self, *args: Any, **kwargs: Any) -> _PartialWrapper:
-        return _with_args(self, *args, **kwargs)
-
-
-def _with_args(cls_or_self: Any, *args: Any, **kwargs: Any) -> _PartialWrapper:
-    return _PartialWrapper(partial(cls_or_self, *args, **kwargs))
 
 
 class AffineQuantizedObserverBase(ABC, nn.Module):
@@ -47,7 +27,7 @@ class AffineQuantizedObserverBase(ABC, nn.Module):
     ``Observer.with_args(..)`` is a factory. Raises AssertionError without a granularity, ValueError for a domain None.
     """
 
-    with_args = classmethod(_with_args)
+    with_args = classmethod(bind)
 
     def __init__(
         self, mapping_type: MappingType, target_dtype: Any, granularity: Granularity, quant_min: float | None = None,

@@ -182,12 +182,7 @@ def groupwise(g):
 def per_token(g):
     for w in inputs().values():
         g.call(utils, "per_token_dynamic_quant", w.reshape(2, 2, 32))
-        codes, scale = g.call(utils, "_quantize_activation_per_token_absmax", w.reshape(2, 2, 32))
-        rows, w_scale, zero = g.call(utils, "dynamically_quantize_per_channel", w, -128, 127, torch.int8)
-        g.call(utils, "dequantize_per_channel", rows, w_scale, zero, w.dtype)
-        g.call(utils, "dequantize_per_tensor", rows, w_scale[1], zero[1], w.dtype)
-        if w.dtype is not torch.float16:
-            g.call(utils, "_quant_int8_per_token_matmul", codes, scale, rows.t(), w_scale, w.dtype)
+        g.call(utils, "dynamically_quantize_per_channel", w, -128, 127, torch.int8)
 
 
 def fake(g):
