@@ -18,10 +18,12 @@ def shorten(spec: QuantSpec, act: ActivationSpec | None = None) -> str:
     An integer format is named by its bits, as in the names of configs: whether its codes have a sign is a detail of how
     they are stored. :func:`describe` tells the rest.
     """
-    text = _with_granularity(_format(spec), spec)
+    text = _with_granularity(format_word(spec), spec)
     if act is None:
         return text
-    return f"{text}; inputs {_format(act.spec)}" + ("" if act.mode == "dynamic" else f" {act.mode}{_asymmetric(act)}")
+    return f"{text}; inputs {format_word(act.spec)}" + (
+        "" if act.mode == "dynamic" else f" {act.mode}{_asymmetric(act)}"
+    )
 
 
 def _with_granularity(name: str, spec: QuantSpec) -> str:
@@ -29,7 +31,8 @@ def _with_granularity(name: str, spec: QuantSpec) -> str:
     return f"{name} {how}" if how.startswith("per ") else f"{name}, {how}"
 
 
-def _format(spec: QuantSpec) -> str:
+def format_word(spec: QuantSpec) -> str:
+    """The format alone: "int4", "nf4", "mxfp8"; integers by their bits."""
     name, scale = spec.format.name, spec.scale
     if spec.format.kind == "int":
         return name.removeprefix("u")
@@ -41,8 +44,9 @@ def _format(spec: QuantSpec) -> str:
 
 def describe(spec: QuantSpec) -> str:
     """A spec in words: "int4, groups of 64, symmetric, bf16 scales"."""
-    terms = [str(spec.format), _granularity(spec)]
-    if spec.format.kind == "int":
+    integer = spec.format.kind == "int"
+    terms = [str(spec.format).removeprefix("u") if integer else str(spec.format), _granularity(spec)]
+    if integer:
         terms.append("asymmetric" if spec.zero_point or spec.offset is not None else "symmetric")
     if isinstance(spec.scale, QuantSpec):
         above = spec.scale.scale

@@ -52,6 +52,8 @@ class ReturnedInPlaceOfModel:
         said = ""
         if not name.startswith("_"):
             said = f"; {_IN_PLACE}" if hasattr(nn.Module, name) else did_you_mean(name, dir(self), 1, 0.6)
+            if name == "to_html":
+                said = "; notebooks show it as HTML, and the command pennyweight report FOLDER writes a page"
         raise AttributeError(f"a {type(self).__name__} has no attribute {name!r}{said}")
 
 

@@ -64,7 +64,8 @@ MODEL: list[Row] = [
 ]  # fmt: skip
 
 CALLS: list[Row] = [
-    ("pw.quantize_(mlp, planned)", TypeError, ("got a Plan", "the config that it was made with", "filter_fn and skip")),
+    ('pw.quantize_(mlp, pw.plan(net, "int8"))', PlanError, ("the plan is of another model", "call plan with this one")),
+    ('pw.quantize_(mlp, planned, skip=["0"])', PlanError, ("a plan has its filter_fn, skip", "pass them to plan")),
     ("pw.plan(mlp, planned)", TypeError, ("got a Plan", "the config that it was made with")),
     ("pw.quantize_(mlp, report)", TypeError, ("got a Report", "the config that it was made with")),
     ("pw.quantize_(mlp)", TypeError, ("quantize_ needs config", "Int8WeightOnlyConfig()", '"int8"')),
