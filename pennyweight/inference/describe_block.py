@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from ..support.errors import Refusal
 from .block_description import Arguments, BlockDescription, CrossPart
 from .detect_changes import attributes, module_classes
-from .examples import Observed, signature
+from .examples import Observed, Random, signature, zeros
 from .query_graph import leaves_of
-from .random_values import Random, zeros
 from .recognize_block import Found, recognize
 from .trace_block import Graph, Value, record, replay, tensors
 

@@ -23,9 +23,9 @@ from ..support.errors import Refusal
 from . import check_block as checks
 from .block_arguments import is_observed
 from .detect_changes import Watch, module_classes, own_class, refusal
+from .examples import Random
 from .fused_module import FusedModule, Kind, fuse_class_
 from .plan_conv_chains import Net, Segment, plan, quantized
-from .random_values import Random
 from .trace_net import trace
 
 # Limit of mean |difference| / mean |output|. Codes and sums are equal to the last bit; the mean of global average

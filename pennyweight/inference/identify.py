@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.block import ACTIVATIONS, Norm, normalize
-from .random_values import Random
+from .examples import Random
 from .trace_block import Op, call_module
 
 # Largest error against the formula, as a fraction of max |y|: float32 rounding, and cos, erf and tanh of other

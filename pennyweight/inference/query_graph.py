@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from ..support.errors import Refusal
-from .random_values import Random
+from .examples import Random
 from .trace_block import Op, Value, replay
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from ..support.errors import Refusal
+from .examples import Random
 from .identify import NormForm, norm_form
 from .query_graph import moves_up
-from .random_values import Random
 from .trace_block import Op, Value, replay
 
 

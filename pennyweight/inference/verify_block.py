@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from ..core.tensor import AffineQuantizedTensor
 from ..support.errors import Refusal
 from .block_description import BlockDescription
-from .bound_block import Bound
-from .examples import Observed
-from .random_values import Random, zeros
-from .runner import Reference
+from .bound_block import Bound, Reference
+from .examples import Observed, Random, zeros
 
 # Limits of mean |difference| / mean |y - x|, for the block's contribution y - x to its input x. Measured over the
 # families in tests/inference: float32 1e-6, bfloat16 8e-3 (the unfused block rounds between its operations), float16
