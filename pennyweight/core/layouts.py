@@ -155,6 +155,12 @@ _FLAT_EXAMPLES = tuple((spec, shape) for spec in SPECS.values() for shape in ((3
 FLAT_BITS = register_layout(Layout("flat_bits", _pack_flat, _unpack_flat, examples=_FLAT_EXAMPLES))
 
 
+def require_fit(layout: str, verdict: bool | str, spec: QuantSpec, shape: Sequence[int]) -> None:
+    """Raise ValueError unless ``verdict`` is True; it is the reason why a kernel's layout does not support a tensor."""
+    if verdict is not True:
+        raise ValueError(f'layout "{layout}" of {tuple(shape)} {spec}: {verdict}')
+
+
 # -- moved tensors: which layout a kernel on a device wants, the kernels know; without them all are portable -----------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +16,7 @@ from ..support.errors import ArgumentError, Refusal
 from . import block_cache
 from .block_arguments import Read, Reader, mask_refusal
 from .block_description import BlockDescription, CrossPart
+from .describe_block import is_pair
 from .detect_changes import Watch
 
 Kept = dict[int, Tensor]
@@ -240,8 +240,7 @@ class CrossAttention:
         why they cannot be read."""
         if cache is None:
             return None
-        library = sys.modules.get("transformers.cache_utils")
-        if library is None or type(cache) is not library.EncoderDecoderCache:
+        if not is_pair(cache):
             return "the cache is not an EncoderDecoderCache"
         if not cache.is_updated.get(self.layer):
             return None

@@ -13,8 +13,7 @@ from ..kernels.block import Norm, normalize, rotate
 from ..support.errors import Refusal
 from .examples import Random, zeros
 from .identify import NormForm, close
-from .query_graph import between, depends, leaves_of, reaches
-from .recognize_rows import Rows
+from .query_graph import Rows, between, depends, leaves_of, reaches
 from .trace_block import Graph, Op, Value, replay
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...core import blocks
 from ...core.formats import DYNAMIC4, DYNAMIC8, E2M1, E3M2, E4M3, E5M2, E8M0, INT8, NF4, UINT5, UINT8, Format
-from ...core.layouts import Layout, register_layout
+from ...core.layouts import Layout, register_layout, require_fit
 from ...core.numerics import Parts
 from ...core.spec import NF4_DOUBLE, SPECS, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
@@ -157,7 +157,7 @@ def _scales(
 
 def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """codes: uint8 [tiles of rows, K/32 * 64 * bits]; scales of rows and groups: [tiles of rows, groups, 16]."""
-    _check_fits(spec, shape)
+    require_fit("cpu_float", fits(spec, shape), spec, shape)
     columns, bits = _columns(spec, shape), spec.format.bits
     packed = pack_codes(spec.format.to_unsigned(parts.codes.contiguous()), columns, bits, 0)
     return _tiled(parts, spec, shape, packed)
@@ -165,15 +165,9 @@ def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
 
 def from_bits(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """As :func:`pack`, from parts in layout "bits"."""
-    _check_fits(spec, shape)
+    require_fit("cpu_float", fits(spec, shape), spec, shape)
     width = spec.codes_shape(shape)[-1]
     return _tiled(parts, spec, shape, pack_stream(parts.codes, width, _columns(spec, shape), spec.format.bits, 0))
-
-
-def _check_fits(spec: QuantSpec, shape: Sequence[int]) -> None:
-    verdict = fits(spec, shape)
-    if verdict is not True:
-        raise ValueError(f'layout "cpu_float" of {tuple(shape)} {spec}: {verdict}')
 
 
 def _tiled(parts: Parts, spec: QuantSpec, shape: Sequence[int], codes: Tensor) -> Parts:

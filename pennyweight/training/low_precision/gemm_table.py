@@ -218,17 +218,3 @@ def explain(case: ProductCase) -> list[tuple[str, str]]:
             verdict, chosen = "works, but a better one runs" if chosen else "RUNS", True
         found.append((row.name, str(verdict)))
     return found
-
-
-__all__ = [
-    "PRODUCTS",
-    "Product",
-    "ProductCase",
-    "QuantizedOperand",
-    "by_code",
-    "by_value",
-    "case_of",
-    "explain",
-    "select",
-    "wide_dtype",
-]
