@@ -104,7 +104,8 @@ def padded_columns(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
-def _columns(spec: QuantSpec, shape: Sequence[int]) -> int:
+def packed_columns(spec: QuantSpec, shape: Sequence[int]) -> int:
+    """Columns of packed codes: in whole steps."""
     return max(STEP, padded_columns(blocks.padded(spec.block, shape)[-1], STEP))
 
 
@@ -139,7 +140,7 @@ def map_groups(parts: Parts, spec: QuantSpec, fn: Callable[[Tensor], Tensor]) ->
 def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """codes: uint8 [ceil(N/16), K/32 * 64 * bits]; scale, zero_point, offset: [ceil(N/16), groups, 16]."""
     require_fit("cpu", fits(spec, shape), spec, shape)
-    packed = pack_codes(parts.codes.view(torch.uint8), _columns(spec, shape), spec.format.bits, _flip(spec))
+    packed = pack_codes(parts.codes.view(torch.uint8), packed_columns(spec, shape), spec.format.bits, _flip(spec))
     return map_groups(parts, spec, tile_rows)._replace(codes=packed)
 
 
@@ -147,7 +148,7 @@ def from_bits(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """As :func:`pack`, from parts in layout "bits"."""
     require_fit("cpu", fits(spec, shape), spec, shape)
     width = spec.codes_shape(shape)[-1]
-    packed = pack_stream(parts.codes, width, _columns(spec, shape), spec.format.bits, _flip(spec))
+    packed = pack_stream(parts.codes, width, packed_columns(spec, shape), spec.format.bits, _flip(spec))
     parts = parts._replace(zero_point=unpack_zero_point(parts.zero_point, spec, shape))
     return map_groups(parts, spec, tile_rows)._replace(codes=packed)
 
@@ -155,7 +156,7 @@ def from_bits(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
 def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """Inverse of :func:`pack`, bit for bit."""
     n, k = blocks.padded(spec.block, shape)
-    codes = unpack_codes(parts.codes, n, k, _columns(spec, shape), spec.format.bits, _flip(spec))
+    codes = unpack_codes(parts.codes, n, k, packed_columns(spec, shape), spec.format.bits, _flip(spec))
     codes = codes.view(spec.format.code_dtype)
     return map_groups(parts, spec, lambda p: untile_rows(p, n))._replace(codes=codes)
 
@@ -167,7 +168,7 @@ def _flip(spec: QuantSpec) -> int:
 
 def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
     """Bytes of padding rows and columns in tiles."""
-    n, (rows, columns) = shape[0], (padded_columns(shape[0], TILE), _columns(spec, shape))
+    n, (rows, columns) = shape[0], (padded_columns(shape[0], TILE), packed_columns(spec, shape))
     width = blocks.padded(spec.block, shape)[-1]
     extra = rows * columns * spec.format.bits // 8 - n * -(-width * spec.format.bits // 8)
     if spec.block is not None:
@@ -248,7 +249,7 @@ def _block(group: int, act_group: int, act: ActivationSpec | None) -> int:
 def describe(case: Case) -> IntLinear:
     """The case as the struct of src/abi.h."""
     spec, act, (n, k), kinds = case.spec, case.act, case.shape, cast("dict[Any, int]", KINDS)
-    group, act_group, columns = _group(spec, case.shape), _act_group(act, k), _columns(spec, case.shape)
+    group, act_group, columns = _group(spec, case.shape), _act_group(act, k), packed_columns(spec, case.shape)
 
     def number_kind(kind: Any) -> int:
         if not isinstance(kind, QuantSpec):
