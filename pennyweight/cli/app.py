@@ -6,12 +6,26 @@ from typing import Annotated
 
 import typer
 
-from . import convert, doctor, evaluate, explain, export_onnx, inspect, push, quantize, report, verify
+from . import (
+    chat,
+    convert,
+    doctor,
+    evaluate,
+    explain,
+    export_onnx,
+    generate,
+    inspect,
+    push,
+    quantize,
+    report,
+    verify,
+)
 from .command import Command, Commands, JsonFirst
 
 EPILOG = """Examples:
   pennyweight quantize Qwen/Qwen3-0.6B small --config int4
   pennyweight inspect small
+  pennyweight chat small
   pennyweight convert small small.gguf --to gguf --type Q4_K_M
 
 pennyweight COMMAND --help shows the options of a command, with examples.
@@ -48,7 +62,7 @@ def root(
     pass
 
 
-MAKE, LOOK, MEASURE = "Make files", "Look at files", "Measure"
+MAKE, LOOK, RUN, MEASURE = "Make files", "Look at files", "Run a language model", "Measure"
 for _heading, _name, _module, _run in (
     (MAKE, "quantize", quantize, quantize.quantize),
     (MAKE, "convert", convert, convert.convert),
@@ -56,6 +70,8 @@ for _heading, _name, _module, _run in (
     (MAKE, "push", push, push.push),
     (LOOK, "inspect", inspect, inspect.inspect),
     (LOOK, "explain", explain, explain.explain),
+    (RUN, "chat", chat, chat.chat),
+    (RUN, "generate", generate, generate.generate),
     (MEASURE, "eval", evaluate, evaluate.evaluate),
     (MEASURE, "report", report, report.report),
     (MEASURE, "verify", verify, verify.verify),

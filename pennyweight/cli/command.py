@@ -8,8 +8,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 # Headings of options, in the order of the help
-QUANTIZATION, INPUT, OUTPUT, MEASURING, RUN = "Quantization", "Input", "Output", "Measuring", "Run"
-_HEADINGS = ("Arguments", QUANTIZATION, INPUT, MEASURING, OUTPUT, RUN, "Options")
+QUANTIZATION, INPUT, GENERATION, MEASURING = "Quantization", "Input", "Generation", "Measuring"
+OUTPUT, RUN = "Output", "Run"
+_HEADINGS = ("Arguments", QUANTIZATION, INPUT, GENERATION, MEASURING, OUTPUT, RUN, "Options")
 
 
 class Command(TyperCommand):

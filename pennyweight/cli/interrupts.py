@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,3 +45,26 @@ def unwinding(*, term: bool = True) -> Iterator[None]:
         if not came:  # else the default action stays, for a signal that comes while Python shuts down
             for each, handler in before.items():
                 signal.signal(each, handler)
+
+
+@contextmanager
+def stop_request(hint: str = "") -> Iterator[Callable[[], bool]]:
+    """Ctrl-C is a request, which the yielded function tells; a second one raises KeyboardInterrupt. The first writes
+    ``hint`` to stderr. Outside of the main thread there are no requests."""
+    came = False
+
+    def note(number: int, frame: Any) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+        os.write(2, hint.encode())  # not through sys.stderr: its lock may be held where the signal arrives
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: came
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from . import completion
-from .command import INPUT, MEASURING, OUTPUT, QUANTIZATION, RUN
+from .command import GENERATION, INPUT, MEASURING, OUTPUT, QUANTIZATION, RUN
 
 
 def option(
@@ -235,6 +235,41 @@ Fused = Annotated[
         "Fuse the model (pw.fuse_), and compare each call of a fused block or net with its own forward.",
         "--fused",
     ),
+]
+
+# -- generating text ---------------------------------------------------------------------------------------------------
+
+Prompt = Annotated[
+    str, option(INPUT, "The prompt; without it, or with -, it is read from stdin.", "-p", "--prompt", metavar="TEXT")
+]
+Raw = Annotated[bool, option(INPUT, "Continue the prompt as it is, without the model's chat template.", "--raw")]
+System = Annotated[str, option(INPUT, "The system message; default: that of the chat template.", metavar="TEXT")]
+MaxNewTokens = Annotated[int, option(GENERATION, "Maximum tokens of an answer.", metavar="N")]
+Temperature = Annotated[
+    float | None,
+    option(GENERATION, "0 always takes the most likely token. Default: as the model's files say, else 0.", metavar="T"),
+]
+TopP = Annotated[
+    float | None,
+    option(GENERATION, "Choose among the most likely tokens whose probabilities add up to this.", metavar="P"),
+]
+Seed = Annotated[int | None, option(GENERATION, "Of the random choices: equal seeds give equal answers.", metavar="N")]
+Int8Cache = Annotated[
+    bool, option(GENERATION, "Store keys and values in 8 bits, except the newest 128 tokens.", "--int8-cache")
+]
+ComputeDtype = Annotated[
+    str,
+    option(
+        GENERATION,
+        "Of the computation: float32, bfloat16, float16; default: that of the files.",
+        "--dtype",
+        metavar="DTYPE",
+        complete=completion.one_of(completion.DTYPES),
+    ),
+]
+Fuse = Annotated[
+    bool,
+    option(GENERATION, "Run blocks as one native call each (pw.fuse_); fusing takes some seconds.", "--fuse/--no-fuse"),
 ]
 
 # -- output ------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ Uses config.json where transformers knows the architecture, otherwise the names 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,9 +12,11 @@ import torch
 from torch import nn
 
 from ..core.spec import DTYPES
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint import Checkpoint
 from .config_files import read_config
-from .file import CheckpointError, no_such_path
+from .detect_format import open as open_any
+from .file import CheckpointError
+from .model_folder import model_folder
 from .safetensors_file import Entry
 from .state_dict import slots_of
 
@@ -48,19 +49,19 @@ def from_config(folder: str, entries: Mapping[str, Entry]) -> nn.Module | str:
     return built if isinstance(built, str) else _fitted(built, entries) or built
 
 
-def fresh_model(folder: str) -> nn.Module:
-    """The architecture that config.json names, on the CPU with arbitrary values: :func:`load` fills it.
+def fresh_model(path: str) -> nn.Module:
+    """The architecture that config.json names, or the metadata of a GGUF file, on the CPU with arbitrary values:
+    :func:`load` fills it.
 
     Buffers that no checkpoint contains keep their values; one that this checkpoint contains, as with older releases of
     transformers, becomes persistent. Raises CheckpointError if transformers cannot build it.
     """
-    if not os.path.lexists(folder):
-        raise CheckpointError(folder, None, f"there is no such file or folder{no_such_path(folder)}")
-    built = _built(folder, "cpu")
+    with model_folder(path) as folder:
+        built = _built(folder, "cpu")
     if isinstance(built, str):
-        raise CheckpointError(folder, None, f"{built}; the layers of the model cannot be determined")
-    with open_checkpoint(folder) as checkpoint:
-        stored = set(checkpoint.where)
+        raise CheckpointError(path, None, f"{built}; the layers of the model cannot be determined")
+    with open_any(path) as checkpoint:
+        stored = set(checkpoint)
     for prefix, module in built.named_modules():
         here = {n for n in module._non_persistent_buffers_set if (f"{prefix}.{n}" if prefix else n) in stored}
         module._non_persistent_buffers_set.difference_update(here)
@@ -76,8 +77,9 @@ def _built(folder: str, device: str) -> nn.Module | str:
         return f"transformers cannot build it: {type(e).__name__}: {str(e)[:200]}"
 
 
-def _build(config: dict[str, Any], device: str) -> nn.Module | str:
-    """The model of a config, without values on the meta device; or the reason there is none."""
+def model_class(config: dict[str, Any]) -> Any | str:
+    """The class of transformers that a config.json names, compared by name and never looked up by name; or the reason
+    there is none."""
     try:
         from transformers.models.auto import modeling_auto
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -86,18 +88,24 @@ def _build(config: dict[str, Any], device: str) -> nn.Module | str:
     kind, wanted = config.get("model_type"), config.get("architectures")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING or not (isinstance(wanted, list) and wanted):
         return f"transformers has no model of type {str(kind)[:60]!r}"
+    config_class = CONFIG_MAPPING[kind]
+    autos = (getattr(modeling_auto, n) for n in dir(modeling_auto) if n.startswith("AutoModel"))
+    found = [auto._model_mapping[config_class] for auto in autos if config_class in (auto._model_mapping or ())]
+    classes = [c for f in found for c in (f if isinstance(f, (tuple, list)) else [f])]
+    named = next((c for c in classes if c.__name__ == wanted[0]), None)
+    return f"transformers has no {str(wanted[0])[:60]} for {kind}" if named is None else named
+
+
+def _build(config: dict[str, Any], device: str) -> nn.Module | str:
+    """The model of a config, without values on the meta device; or the reason there is none."""
+    cls = model_class(config)
+    if isinstance(cls, str):
+        return cls
     # Only values that determine shapes: names of code, dtypes and private keys in a file are not passed to transformers
     drop = ("auto_map", "architectures", "quantization_config", "torch_dtype", "dtype", "transformers_version")
     plain = {k: v for k, v in config.items() if k not in drop and not k.startswith("_")}
-    settings = CONFIG_MAPPING[kind].from_dict(plain)
-    autos = (getattr(modeling_auto, n) for n in dir(modeling_auto) if n.startswith("AutoModel"))
-    found = [auto._model_mapping[type(settings)] for auto in autos if type(settings) in (auto._model_mapping or ())]
-    classes = [c for f in found for c in (f if isinstance(f, (tuple, list)) else [f])]
-    cls = next((c for c in classes if c.__name__ == wanted[0]), None)  # compared by name, never looked up by name
-    if cls is None:
-        return f"transformers has no {str(wanted[0])[:60]} for {kind}"
     with torch.device(device):
-        return cls(settings)
+        return cls(cls.config_class.from_dict(plain))
 
 
 def _fitted(model: nn.Module, entries: Mapping[str, Entry]) -> str | None:

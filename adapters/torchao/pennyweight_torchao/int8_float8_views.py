@@ -90,16 +90,11 @@ class IntxUnpackedToInt8Tensor(files.IntxUnpackedToInt8Tensor):
             scale, zero = custom_scale, custom_zero_point
         else:
             assert not custom, "custom_scale and custom_zero_point need intx_choose_qparams_algorithm=None"
-            if intx_choose_qparams_algorithm == IntxChooseQParamsAlgorithm.HQQ_SCALE_ONLY:
-                from .hqq import _choose_qparams_and_quantize_scale_only_hqq
-
-                qdata, scale = _choose_qparams_and_quantize_scale_only_hqq(hp_tensor, block_size, -half, half - 1)
-                return cls.build(
-                    qdata.to(torch.int8), scale, torch.zeros_like(scale, dtype=torch.int8), target_dtype, block_size,
-                    hp_tensor.dtype, activation_quantization,
-                )  # fmt: skip
             if intx_choose_qparams_algorithm != IntxChooseQParamsAlgorithm.AFFINE:
-                raise ValueError(f"unknown IntxChooseQParamsAlgorithm {intx_choose_qparams_algorithm!r}")
+                raise ValueError(
+                    f"from_hp chooses scales by AFFINE, got {intx_choose_qparams_algorithm!r}; quantize_ with "
+                    'IntxWeightOnlyConfig(intx_choose_qparams_algorithm="hqq_scale_only") chooses them by HQQ'
+                )
             scale, zero = choose_qparams_affine(
                 hp_tensor, mapping_type, block_size, torch.int8, -half, half - 1, zero_point_dtype=torch.int8,
                 keepdim=True,

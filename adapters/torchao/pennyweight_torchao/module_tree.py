@@ -26,6 +26,7 @@ REEXPORTS: dict[str, tuple[str, str]] = {
         "pennyweight.planning.granularity",
         "Granularity MappingType PerAxis PerBlock PerGroup PerRow PerTensor PerToken",
     ),
+    "@compute_error": ("pennyweight_torchao.groupwise", "compute_error"),
     "@optim": (
         "pennyweight.optim",
         "CPUOffloadOptimizer",
@@ -71,16 +72,6 @@ REEXPORTS: dict[str, tuple[str, str]] = {
         "pennyweight_torchao.graph_mode.train_eval",
         "allow_exported_model_train_eval move_exported_model_to_eval move_exported_model_to_train",
     ),
-    "@graph_partitions": (
-        "pennyweight_torchao.graph_mode.partitions",
-        "bfs_trace_with_node_process",
-    ),
-    "@graph_debugger": (
-        "pennyweight_torchao.graph_mode.numeric_debugger",
-        "CUSTOM_KEY FROM_NODE_KEY NUMERIC_DEBUG_HANDLE_KEY NodeAccuracySummary NodeSourceDebugInfo OutputLogger "
-        "QuantizationComparisonResult compare_results extract_results_from_loggers generate_numeric_debug_handle "
-        "prepare_for_propagation_comparison",
-    ),
     "@graph_x86": (
         "pennyweight_torchao.graph_mode.inductor_quantizers",
         "X86InductorQuantizer",
@@ -105,7 +96,7 @@ REEXPORTS: dict[str, tuple[str, str]] = {
 }
 
 _CONFIGS = "v0_8_configs configs.float8 configs.granularity @configs @integer_aliases @float_aliases"
-_PRIMITIVES = "primitives format_primitives hqq qparams enums"
+_PRIMITIVES = "primitives format_primitives qparams enums"
 _MX_TENSORS = "mx.mx_tensor mx.nvfp4_tensor"
 _NF4 = "nf4.tensor nf4.linear"
 _TENSORS = f"int8_float8_views int4_views {_NF4} {_MX_TENSORS}"
@@ -121,9 +112,7 @@ _FAKE_QUANTIZE = "@graph_fake_quantize pt2e.affine_observers"
 _PT2E = "quantization.pt2e"
 _QUANTIZERS = "@graph_specs @graph_annotate pt2e.graph_names pt2e.graph_conversion @graph_xnnpack"
 _MX = "attributes"  # whose import gives tensors torchao's attributes
-_FLOAT8_TENSOR = "float8_training.training_tensor float8_training.products float8_training.casting"
-_MOE = "moe_training.products moe_training.config"
-_FLOAT8 = f"float8_training.config float8_training.layers {_FLOAT8_TENSOR} enums"
+_FLOAT8 = "float8_training.config float8_training.layers enums"
 
 # Package of torchao, modules in it ("." is the package itself), files here with their names.
 _ROWS = (
@@ -137,52 +126,45 @@ _ROWS = (
     ("dtypes", "nf4tensor", _NF4_MODULE),
     ("dtypes", "_nf4tensor_api", "nf4.config"),
     ("dtypes", "utils", "v0_8_layouts tools hardware"),
-    ("dtypes.floatx", ". float8_layout floatx_tensor_core_layout", "v0_8_layouts"),
+    ("dtypes.floatx", ". float8_layout", "v0_8_layouts"),
     (
         "dtypes.uintx",
-        ". bitpacking int4_cpu_layout packed_linear_int8_dynamic_activation_intx_weight_layout plain_layout "
+        ". int4_cpu_layout packed_linear_int8_dynamic_activation_intx_weight_layout plain_layout "
         "q_dq_layout tensor_core_tiled_layout uintx_layout",
         "v0_8_layouts",
     ),
     ("experimental", ".", ""),
     ("experimental", "quant_api", "embedding_quantizers"),
     ("float8", ". config float8_linear float8_linear_utils fsdp_utils types", _FLOAT8),
-    ("float8", "distributed_utils float8_ops float8_training_tensor", _FLOAT8_TENSOR),
-    ("float8", "float8_python_api", "float8_training.products"),
-    ("float8", "float8_scaling_utils", _FLOAT8_TENSOR),
-    ("float8", "float8_tensor", f"float8_training.tensor_0_9 {_FLOAT8_TENSOR}"),
     ("float8", "float8_tensor_parallel", "float8_training.tensor_parallel"),
-    ("float8", "float8_utils", "float8_training.functions float8_training.config"),
-    ("float8", "inference", "float8_training.inference enums configs.granularity"),
+    ("float8", "float8_utils", "@compute_error float8_training.config"),
+    ("float8", "inference", "enums configs.granularity"),
     ("kernel", ". intmm", "int8_matmul"),
     ("optim", ". adam cpu_offload", "low_bit_optim.optimizers low_bit_optim.adam @optim"),
-    ("optim", "quant_utils", "low_bit_optim.quantizers"),
+    ("optim", "quant_utils", "low_bit_optim.adam"),
     ("optim", "subclass_4bit", "low_bit_optim.state_4bit"),
     ("optim", "subclass_8bit", "low_bit_optim.state_8bit"),
     ("optim", "subclass_fp8", "low_bit_optim.state_fp8"),
     ("prototype", ".", ""),
     ("prototype", "_nf4tensor_api", "nf4.config"),
-    ("prototype", "custom_fp_utils", "format_primitives"),
     ("prototype.awq", ". api core", "algorithms.awq"),
     ("prototype.dtypes", ".", "v0_8_layouts"),
     ("prototype.dtypes.uintx", ". uintx_layout", "v0_8_layouts"),
     ("prototype.low_bit_optim", ". adam cpu_offload", "low_bit_optim.optimizers low_bit_optim.adam @optim"),
-    ("prototype.low_bit_optim", "quant_utils", "low_bit_optim.quantizers"),
+    ("prototype.low_bit_optim", "quant_utils", "low_bit_optim.adam"),
     ("prototype.low_bit_optim", "subclass_4bit", "low_bit_optim.state_4bit"),
     ("prototype.low_bit_optim", "subclass_8bit", "low_bit_optim.state_8bit"),
     ("prototype.low_bit_optim", "subclass_fp8", "low_bit_optim.state_fp8"),
     ("prototype.gptq", ". api observer", "algorithms.gptq"),
-    ("prototype.moe_training", ".", f"{_MOE} moe_training.weights"),
+    ("prototype.moe_training", ". conversion_utils tensor", "moe_training.weights moe_training.config"),
     ("prototype.moe_training", "config", "moe_training.config"),
-    ("prototype.moe_training", "conversion_utils tensor", "moe_training.weights moe_training.config"),
-    ("prototype.moe_training", "fp8_grouped_mm mxfp8_grouped_mm scaled_grouped_mm", _MOE),
     (
         "prototype.mx_formats",
         ". inference_workflow mx_subclass",
         f"{_MX} mx.inference mx.training {_CONFIGS} {_MX_TENSORS} enums",
     ),
     ("prototype.mx_formats", "config", f"{_MX} mx.checks mx.training enums"),
-    ("prototype.mx_formats", "mx_linear", f"{_MX} mx.training mx.inference"),
+    ("prototype.mx_formats", "mx_linear", f"{_MX} mx.training"),
     ("prototype.mx_formats", "mx_tensor", f"{_MX} {_MX_TENSORS} mx.conversion mx.scale_layout enums"),
     ("prototype.mx_formats", "nvfp4_tensor", f"{_MX} {_MX_TENSORS} mx.conversion enums"),
     ("prototype.mx_formats", "utils", f"{_MX} mx.scale_layout mx.mx_tensor"),
@@ -192,16 +174,11 @@ _ROWS = (
     ("prototype.quantization.int4", ".", f"{_CONFIGS} int8_float8_views int4_views"),
     ("prototype.quantization.int4", "inference_workflow", _CONFIGS),
     ("prototype.quantization.int4", "int4_opaque_tensor", "int8_float8_views int4_views"),
-    (
-        "prototype.quantized_training",
-        ". bitnet int8 int8_mixed_precision int8_mm",
-        "quantized_training.configs quantized_training.weights",
-    ),
+    ("prototype.quantized_training", ". int8_mixed_precision", "int8_training"),
     ("prototype.safetensors", ".", ""),
     ("prototype.safetensors", "safetensors_support safetensors_utils", "@safetensors"),
     ("prototype.smoothquant", ". api core", "algorithms.smoothquant algorithms.smooth_observers"),
     ("prototype.spinquant", ". spinquant", "algorithms.spinquant"),
-    ("prototype.spinquant", "hadamard_utils", "algorithms.hadamard"),
     ("prototype", "int4_opaque_tensor", f"{_CONFIGS} int8_float8_views int4_views"),
     ("prototype.tensor_conversion", ".", ""),
     ("prototype.tensor_conversion", "api", "hardware"),
@@ -255,11 +232,9 @@ _ROWS = (
     (
         "quantization",
         "pt2e",
-        f"{_OBSERVERS} @graph_fake_quantize @graph_train_eval @graph_partitions @graph_debugger "
-        "pt2e.graph_names qparams",
+        f"{_OBSERVERS} @graph_fake_quantize @graph_train_eval pt2e.graph_names qparams",
     ),
     (_PT2E, "_affine_quantization", "pt2e.affine_observers primitives"),
-    (_PT2E, "_numeric_debugger", "@graph_debugger pt2e.graph_names"),
     (_PT2E, "convert prepare quantize_pt2e", "pt2e.graph_conversion"),
     (_PT2E, "export_utils", "@graph_train_eval"),
     (_PT2E, "fake_quantize", _FAKE_QUANTIZE),

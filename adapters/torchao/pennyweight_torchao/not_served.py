@@ -17,6 +17,8 @@ _SMOOTH = (
     'SmoothQuantConfig with a step, or pennyweight.quantize_(model, config, calibration=batches, algorithm="smooth")'
 )
 _TRAIN = "quantize_ with a config of pennyweight.training: Float8TrainingConfig, Int8MixedPrecisionTrainingConfig, MXTrainingConfig"
+_WEIGHTS = "quantize_ with Int8MixedPrecisionTrainingConfig, or with pennyweight.training.BitNetTrainingConfig or Int8WeightOnlyTrainingConfig"
+_STATES = "pennyweight.core.formats: DYNAMIC8_FLOAT32, UDYNAMIC8, DYNAMIC4 and LINEAR4 are the tables of optimizer states; OptimState8bit reads states"
 _BLOCKS = "pennyweight.training.grouped_mm or linear with recipe 'blockwise'; Float8WeightOnlyConfig(granularity=PerBlock(...)) for inference"
 _ATTENTION = "F.scaled_dot_product_attention, in the dtype of its inputs; QuantizedCache stores keys and values in 8 bits or less"
 _DELAYED = "scales are recomputed in each product, ScalingType.DYNAMIC: no history is kept or synchronized"
@@ -29,17 +31,24 @@ _CODEBOOK = 'pennyweight.quantize_(model, config, algorithm="kmeans") with a lea
 _OLD_WEIGHTS = "quantize_ with Int8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig or Int4WeightOnlyConfig"
 _OBSERVED = "Int8StaticActivationInt8WeightConfig with pennyweight.quantize_(model, config, calibration=batches)"
 _FAKE = "an observer or FakeQuantize of quantization.pt2e with the arguments that you need, by with_args; quantize_ with pennyweight.QATConfig learns scales"
+_ROTATE = 'apply_spinquant, or pennyweight.quantize_(model, config, algorithm="rotate")'
 _TESTS = "your own tests: it was a test rig of torchao"
 _INTX = "IntxWeightOnlyConfig with torch.int1 to torch.int8"
 _CODES = "the encode and decode of pennyweight.get_format('e2m1'), 'e2m3', 'e3m2' or 'e8m0'; MXTensor.to_mx and NVFP4Tensor.to_nvfp4 quantize on every device"
 _SIZES = "MXTensor.to_mx, whose shape is that of the data"
+_COMPARE = "pennyweight.compare, which measures the error of each layer"
+_INTERPRET = "torch.fx.Interpreter, which runs a graph node by node; pennyweight.compare measures the error of each layer of a model"
+_FPX = "FPXWeightOnlyConfig; pennyweight.get_format('e3m2') encodes and decodes"
+_HQQ = 'IntxWeightOnlyConfig(intx_choose_qparams_algorithm="hqq_scale_only"), or pennyweight.quantize_(model, config, algorithm="hqq")'
 _HANDLER = "call the operator on the tensor: it handled one operator inside"
 
 # Path of a module, which stands for what is below it, too -> replacement.
 MODULES: dict[str, str] = {
     "dtypes.affine_quantized_tensor_ops": "pennyweight.register_quantize_module_handler, or a kernel of your own in pennyweight's table",
+    "dtypes.floatx.floatx_tensor_core_layout": _FPX,
     "dtypes.fbgemm_fp8_tensor": "Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())",
     "dtypes.fbgemm_int4_tensor": "Int4WeightOnlyConfig",
+    "dtypes.uintx.bitpacking": _PACKED,
     "dtypes.uintx.block_sparse_layout": _SPARSE,
     "dtypes.uintx.dyn_int8_act_int4_wei_cpu_layout": "Int8DynamicActivationInt4WeightConfig",
     "dtypes.uintx.gemlite_layout": "UIntXWeightOnlyConfig",
@@ -69,7 +78,8 @@ MODULES: dict[str, str] = {
     "prototype.fp8_sdpa_inference": _ATTENTION,
     "prototype.galore": "pennyweight.optim.AdamW8bit, or the galore_torch package",
     "prototype.gptq.gptq_example": _GPTQ,
-    "prototype.hqq": 'pennyweight.quantize_(model, config, algorithm="hqq")',
+    "prototype.custom_fp_utils": _FPX,
+    "prototype.hqq": _HQQ,
     "prototype.inductor": "torch.compile: its graphs hold pennyweight's products as operators, so no pass has to find them; pennyweight.fuse_ joins layers",
     "prototype.moe_quant": "pennyweight.quantize_, which quantizes the weights of experts [E, N, K]",
     "prototype.moe_training": _GROUPED,
@@ -84,7 +94,7 @@ MODULES: dict[str, str] = {
     "prototype.parq": _PARQ,
     "prototype.pat": "pennyweight.optim.PruneOptimizer",
     "prototype.profiler": "torch.profiler",
-    "prototype.quant_logger": "pennyweight.compare, which measures the error of each layer",
+    "prototype.quant_logger": _COMPARE,
     "prototype.quantization.autoquant_v2": _AUTO,
     "prototype.quantization.codebook": _CODEBOOK,
     "prototype.quantization.codebook_coreml": _CODEBOOK,
@@ -97,10 +107,10 @@ MODULES: dict[str, str] = {
     "prototype.quantization.module_swap": "quantize_, which keeps the modules",
     "prototype.quantization.subgraph_utils": "pennyweight.recommend",
     "prototype.quantization.uintx": "UIntXWeightOnlyConfig",
-    "prototype.quantized_training": _TRAIN,
+    "prototype.quantized_training": _WEIGHTS,
     "prototype.scaled_grouped_mm": _GROUPED,
     "prototype.sparsity": _SPARSE,
-    "prototype.spinquant._hadamard_matrices": "torchao.prototype.spinquant.hadamard_utils.get_hadK",
+    "prototype.spinquant": _ROTATE,
     "prototype.splitk": _GPU,
     "quantization.GPTQ_MT": _GPTQ,
     "quantization.autoquant": _AUTO,
@@ -109,12 +119,13 @@ MODULES: dict[str, str] = {
     "quantization.linear_activation_weight_observed_tensor": _OBSERVED,
     "quantization.marlin_qqq": "Int8DynamicActivationInt4WeightConfig",
     "quantization.prototype.qat.affine_fake_quantized_tensor": _QAT,
+    "quantization.pt2e._numeric_debugger": _INTERPRET,
     "quantization.pt2e.constant_fold": "torch._inductor.constant_folding",
     "quantization.pt2e.graph_utils": "torch.fx.passes.utils.source_matcher_utils.get_source_partitions",
     "quantization.pt2e.learnable_fake_quantize": _FAKE,
     "quantization.pt2e.quantizer.duplicate_dq_pass": "convert_pt2e, which copies dequantize for each user",
     "quantization.pt2e.quantizer.port_metadata_pass": "convert_pt2e, which ports the metadata of nodes",
-    "quantization.pt2e.reference_representation_rewrite": "convert_pt2e(model, use_reference_representation=True)",
+    "quantization.pt2e.reference_representation_rewrite": "pennyweight.lower, which computes products of codes in integers",
     "quantization.pt2e.inductor_passes": "pennyweight.lower; torch.compile, whose own passes fuse quantized layers",
     "quantization.qat.affine_fake_quantized_tensor": _QAT,
     "quantization.quantize_.int4_groupwise_preshuffle_tensor": "Int4WeightOnlyConfig",
@@ -162,8 +173,8 @@ NAMES: dict[str, str] = {
         "Int8DynamicActivationIntxWeightConfig",
     ),
     **dict.fromkeys(
-        ["FloatxTensorCoreAQTTensorImpl", "from_scaled_tc_floatx", "pack_tc_floatx", "to_scaled_tc_floatx", "unpack_tc_floatx"],
-        "FPXWeightOnlyConfig",
+        ["FloatxTensorCoreLayout", "from_scaled_tc_floatx", "to_affine_quantized_fpx", "to_scaled_tc_floatx"],
+        _FPX,
     ),
     **dict.fromkeys(["abs_lsh", "abs_rsh", "DummyModule", "get_out_shape", "profiler_runner", "_apply_logging_hook"], "a line of your own"),
     **dict.fromkeys(["skip_if_compute_capability_less_than", "skip_if_no_cuda", "skip_if_rocm", "skip_if_xpu"], "unittest.skipIf, pytest.mark.skipif"),
@@ -171,12 +182,11 @@ NAMES: dict[str, str] = {
     "Int4MarlinSparseTensor": _SPARSE,
     "IntxUnpackedTensor": "IntxUnpackedToInt8Tensor",
     "Int4WeightOnlyOpaqueTensorConfig": "Int4WeightOnlyConfig",
-    "prototype.moe_training.mxfp8_grouped_mm.round_up": "torchao.utils.round_up",
     "dtypes.floatx.float8_layout.*": "Float8Tensor; scales have an axis for each of the tensor's",
-    "prototype.quantized_training.int8_mm.*": "scaled_int8_mm, which runs on every device",
     **dict.fromkeys(
-        [f"float8{end}.*" for end in ("", ".config", ".float8_linear_utils", ".float8_scaling_utils", ".float8_utils")], _DELAYED
+        [f"float8{end}.*" for end in ("", ".config", ".float8_linear_utils")], _DELAYED
     ),
+    "float8.float8_utils.*": _TRAIN,
     "float8.fsdp_utils.*": "fully_shard(model), which gathers weights in their own dtype",
     "kernel.*": _GPU,
     **dict.fromkeys(["FromMXConstrFunc", "ToMXConstrFunc"], "MXTensor.to_mx and dequantize; pennyweight.QATConfig trains"),
@@ -186,16 +196,37 @@ NAMES: dict[str, str] = {
     "maybe_dtensor_to_blocked": "to_blocked(t.full_tensor())",
     "experimental.quant_api.*": "the configs of torchao.quantization, which run everywhere",
     "prototype.dtypes.*": _INTX,
+    **dict.fromkeys(
+        ["_quant_int8_dynamic_per_token_linear", "_quant_int8_per_token_matmul", "_quantize_activation_per_token_absmax", "quant_int8_dynamic_per_token_linear", "quant_int8_per_token_matmul", "quantize_activation_per_token_absmax"],
+        "F.linear with a weight of Int8DynamicActivationInt8WeightConfig",
+    ),
+    **dict.fromkeys(["dequantize_per_channel", "dequantize_per_tensor"], "dequantize_affine"),
+    **dict.fromkeys(["_PartialWrapper", "_with_args"], "with_args of the observer"),
     "prototype.moe_training.*": _GROUPED,
     **dict.fromkeys(["dtypes.nf4tensor.*", "quantization.quantize_.workflows.nf4.nf4_tensor.*"], _HANDLER),
     **dict.fromkeys(["dtypes.utils.*", "utils.*"], "torch.cuda, torch.cpu or importlib.metadata, which it asked; torch.library for operators"),
     "benchmark_torch_function_in_microseconds": "torch.utils.benchmark.Timer",
     "float8.float8_linear.*": "Float8Linear, or pennyweight.training.linear with recipe 'tensorwise' or 'rowwise'",
     "float8.inference.*": "F.linear with a float8 weight",
+    **dict.fromkeys(["MXInferenceLinear", "MXInferenceLinearConfig"], "pennyweight.MXWeightOnlyConfig"),
+    "NVFP4ObservedLinear": "NVFP4DynamicActivationNVFP4WeightConfig(act_scale=...), the largest input / (6 * 448)",
+    "RunningAbsMaxSmoothQuantObserver": "SmoothQuantObserver, which finds the same factors",
     "prototype.mx_formats.mx_linear.*": "quantize_ with MXLinearConfig, or pennyweight.training.linear with a Recipe",
-    "prototype.quantized_training.*": "quantize_ with BitNetTrainingConfig",
-    "prototype.quantized_training.bitnet.*": "quantize_ with BitNetTrainingConfig",
-    "prototype.spinquant.hadamard_utils.*": "matmul_hadU_fast; torch.library registers operators",
+    **dict.fromkeys(
+        ["prototype.quantized_training.*", "prototype.quantized_training.int8_mixed_precision.*"], _WEIGHTS
+    ),
+    "prototype.spinquant.spinquant.*": _ROTATE,
+    **dict.fromkeys(["_choose_qparams_and_quantize_affine_hqq", "_choose_qparams_and_quantize_scale_only_hqq", "_choose_qparams_and_quantize_scale_only_sinq", "choose_qparams_and_quantize_affine_hqq"], _HQQ),
+    **dict.fromkeys(
+        ["_choose_qparams_and_quantize_affine_qqq", "_dequantize_affine_qqq", "choose_qparams_and_quantize_affine_qqq", "dequantize_affine_qqq"],
+        "Int8DynamicActivationInt4WeightConfig",
+    ),
+    **dict.fromkeys(
+        [f"{before}{name}_floatx" for before in ("", "_") for name in ("choose_qparams_affine", "quantize_affine", "dequantize_affine")], _FPX
+    ),
+    "AffineQuantizedFixedQParamObserver": "FixedQParamsObserver of quantization.pt2e",
+    "AffineQuantizedMSEObserver": 'pennyweight.quantize_(model, config, algorithm="mse")',
+    **dict.fromkeys(["optim.quant_utils.*", "prototype.low_bit_optim.quant_utils.*", "quantize_fp8"], _STATES),
     "Float8ActInt4WeightQATQuantizer": "QATConfig(Float8DynamicActivationInt4WeightConfig())",
     **dict.fromkeys(["_choose_qparams_gguf", "_dequantize_gguf", "_quantize_gguf"], "pennyweight convert MODEL FILE.gguf"),
     "prototype.mx_formats.mx_tensor.*": _HANDLER,
@@ -207,6 +238,11 @@ NAMES: dict[str, str] = {
     ),
     **dict.fromkeys(["quantization.pt2e.convert.*", "quantization.pt2e.quantizer.*"], "convert_pt2e"),
     **dict.fromkeys(["quantization.pt2e.export_utils.*", "quantization.pt2e.utils.*"], "torch.export and torch.fx: it was a helper of torchao's passes"),
+    **dict.fromkeys(
+        ["CUSTOM_KEY", "FROM_NODE_KEY", "NUMERIC_DEBUG_HANDLE_KEY", "NodeAccuracySummary", "OutputLogger", "QuantizationComparisonResult", "compare_results", "extract_results_from_loggers", "generate_numeric_debug_handle", "prepare_for_propagation_comparison"],
+        _INTERPRET,
+    ),
+    "bfs_trace_with_node_process": "a loop over the nodes of a graph",
     "OperatorPatternType": "list[Callable[..., Any]]",
     "get_x86_inductor_linear_dynamic_fp16_config": "get_default_x86_inductor_quantization_config",
     "quantization.quant_api.*": "register_quantize_module_handler",

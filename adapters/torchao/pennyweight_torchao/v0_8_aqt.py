@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pennyweight.core.formats import E2M1, E2M2, E2M3, E3M1, E3M2, Format
 from pennyweight.core.spec import ActivationSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io.codecs.torchao import affine_quantized as files
@@ -18,7 +16,7 @@ from pennyweight.planning.configs.integer import INT8_EPS
 from pennyweight.planning.granularity import MappingType
 
 from .enums import ZeroPointDomain
-from .format_primitives import _choose_qparams_affine_floatx, _quantize_affine_floatx
+from .format_primitives import _choose_scale_float8, _quantize_affine_float8
 from .primitives import (
     _choose_qparams_affine_dont_preserve_zero,
     _choose_qparams_affine_tinygemm,
@@ -29,7 +27,6 @@ from .primitives import (
 )
 from .qparams import _get_and_check_qmin_qmax
 from .v0_8_layouts import (
-    FloatxTensorCoreLayout,
     Layout,
     Pieces,
     PlainLayout,
@@ -38,11 +35,9 @@ from .v0_8_layouts import (
 
 __all__ = [
     "ACTIVATIONS", "AffineQuantizedTensor", "LinearActivationQuantizedTensor", "to_affine_quantized_floatx",
-    "to_affine_quantized_floatx_static", "to_affine_quantized_fpx", "to_affine_quantized_intx",
-    "to_affine_quantized_intx_static", "to_linear_activation_quantized",
+    "to_affine_quantized_floatx_static", "to_affine_quantized_intx", "to_affine_quantized_intx_static",
+    "to_linear_activation_quantized",
 ]  # fmt: skip
-
-_SMALL = {(3, 2): E3M2, (2, 3): E2M3, (3, 1): E3M1, (2, 2): E2M2, (2, 1): E2M1}
 
 
 class AffineQuantizedTensor(files.AffineQuantizedTensor):
@@ -58,9 +53,6 @@ class AffineQuantizedTensor(files.AffineQuantizedTensor):
             raise ValueError("please use ZeroPointDomain.NONE instead of None")
         data, scale, zero = tensor_impl.get_plain()
         dtype = dtype or scale.dtype
-        layout = tensor_impl.get_layout()
-        if data.dtype not in FLOAT8 and isinstance(layout, FloatxTensorCoreLayout):
-            return float_codes(data, full_rank(scale, data), _small_float(layout), (1, data.shape[-1]), dtype)
         return weight_of(data, scale, zero, block_size, shape, quant_min, quant_max, zero_point_domain, dtype)
 
     @classmethod
@@ -70,16 +62,16 @@ class AffineQuantizedTensor(files.AffineQuantizedTensor):
         scale_dtype: torch.dtype | None = None, zero_point_dtype: torch.dtype | None = None, preserve_zero: bool = True,
         zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT, _layout: Layout | None = None, use_hqq: bool = False,
     ) -> QT:  # fmt: skip
-        """Round-to-nearest with a scale per block; ``use_hqq``: half-quadratic quantization, for uint4 codes."""
+        """Round-to-nearest with a scale per block. Raises NotImplementedError for ``use_hqq``."""
+        if use_hqq:
+            raise NotImplementedError(
+                "to_affine_quantized_intx rounds to nearest; Int4WeightOnlyConfig(use_hqq=True) quantizes by HQQ"
+            )
         layout = _layout or PlainLayout()
-        x, shape = layout.pre_process(input_float), input_float.shape
+        x = layout.pre_process(input_float)
         eps = torch.finfo(x.dtype).eps if eps is None else eps  # these releases' default
         lo, hi = _get_and_check_qmin_qmax(target_dtype, quant_min, quant_max)
         args = (block_size, target_dtype, lo, hi)
-        if use_hqq:
-            data, scale, zero = _hqq(x, mapping_type, block_size, lo, hi, zero_point_dtype, zero_point_domain)
-            return cls.build(_stored(layout, data.to(torch.uint8), scale, zero, block_size), block_size, shape, lo, hi,
-                             zero_point_domain, input_float.dtype)  # fmt: skip
         choose: Any = choose_qparams_affine
         if not preserve_zero:
             tinygemm = zero_point_domain is ZeroPointDomain.FLOAT
@@ -117,8 +109,6 @@ class AffineQuantizedTensor(files.AffineQuantizedTensor):
         scale_dtype: torch.dtype | None = None,
     ) -> QT:  # fmt: skip
         """float8 with scale = absmax / float8 maximum of each block."""
-        from .format_primitives import _choose_scale_float8
-
         scale = _choose_scale_float8(input_float, block_size, target_dtype, scale_dtype or torch.float32)
         return cls.from_hp_to_floatx_static(input_float, scale, block_size, target_dtype, _layout)
 
@@ -128,29 +118,11 @@ class AffineQuantizedTensor(files.AffineQuantizedTensor):
         _layout: Layout | None = None, scale_dtype: torch.dtype | None = None,
     ) -> QT:  # fmt: skip
         """float8 with the given scales."""
-        from .format_primitives import _quantize_affine_float8
-
         if target_dtype not in FLOAT8:
             raise NotImplementedError(f"to_affine_quantized_floatx: {target_dtype} is not one of {[*map(str, FLOAT8)]}")
         scale = full_rank(scale, input_float)
         data = _quantize_affine_float8(input_float, scale, target_dtype)
         return float_codes(data, scale.float(), FLOAT8[target_dtype], tuple(block_size), input_float.dtype)
-
-    @classmethod
-    def from_hp_to_fpx(cls, input_float: Tensor, _layout: Any) -> QT:
-        """A small float of ``ebits`` and ``mbits`` with scale = absmax of the row / format maximum."""
-        codes_of = (_layout.ebits, _layout.mbits)
-        fmt, scale = _small_float(_layout), _choose_qparams_affine_floatx(input_float, *codes_of)
-        codes = _quantize_affine_floatx(input_float, scale, *codes_of)
-        return float_codes(codes, scale.unsqueeze(1), fmt, (1, input_float.shape[1]), input_float.dtype)
-
-
-def _small_float(layout: Any) -> Format:
-    """Our format of a layout. Raises NotImplementedError if there is none."""
-    fmt = _SMALL.get((layout.ebits, layout.mbits))
-    if fmt is None:
-        raise NotImplementedError(f"floats of {layout.ebits} and {layout.mbits} bits; supported: {sorted(_SMALL)}")
-    return fmt
 
 
 def _stored(layout: Layout, data: Tensor, scale: Tensor, zero: Tensor | None, block: tuple[int, ...]) -> Any:
@@ -160,26 +132,10 @@ def _stored(layout: Layout, data: Tensor, scale: Tensor, zero: Tensor | None, bl
     return get_tensor_impl_constructor(type(layout))(data, scale, zero, layout)  # a user-defined layout
 
 
-def _hqq(
-    x: Tensor, mapping: MappingType, block: tuple[int, ...], lo: int, hi: int, dtype: torch.dtype | None,
-    domain: ZeroPointDomain,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from .hqq import _choose_qparams_and_quantize_affine_hqq
-
-    if domain is not ZeroPointDomain.FLOAT or mapping is not MappingType.ASYMMETRIC or lo != 0:
-        raise AssertionError("use_hqq needs ZeroPointDomain.FLOAT, MappingType.ASYMMETRIC and quant_min 0")
-    data, scale, zero, _ = _choose_qparams_and_quantize_affine_hqq(
-        x, nbits=int(math.log2(hi + 1)), group_size=max(block), axis=1 if block[0] == 1 else 0,
-        compute_dtype=dtype or x.dtype, device=x.device, raw_output=False,
-    )  # fmt: skip
-    return data, scale, zero
-
-
 to_affine_quantized_intx = AffineQuantizedTensor.from_hp_to_intx
 to_affine_quantized_intx_static = AffineQuantizedTensor.from_hp_to_intx_static
 to_affine_quantized_floatx = AffineQuantizedTensor.from_hp_to_floatx
 to_affine_quantized_floatx_static = AffineQuantizedTensor.from_hp_to_floatx_static
-to_affine_quantized_fpx = AffineQuantizedTensor.from_hp_to_fpx
 
 
 # -- activations -----------------------------------------------------------------------------------------------------

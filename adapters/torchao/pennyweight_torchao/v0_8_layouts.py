@@ -2,16 +2,10 @@
 
 Our tensors are packed for the kernel that runs, so a layout here is only a label: it is accepted, derived from the
 spec, and returned by ``_layout``. Layouts of GPU-specific kernels are treated as requests for int4 or float8.
-
-Packed codes: UintxTensor's shards of 4, 2 and 1 bits, UInt4Tensor's nibbles. A shard of e bits splits the packed axis
-into 8 / e consecutive chunks and stores chunk j at bit e * j of its bytes. The lowest bits of the codes are the first
-shard. Nibbles lie along the last axis, the first in the high half.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any
 
@@ -19,84 +13,21 @@ import torch
 from torch import Tensor
 
 from pennyweight.algorithms.sparsify import prune
-from pennyweight.core.formats import E4M3, E5M2, Format
+from pennyweight.core.formats import E4M3, E5M2
 from pennyweight.core.tensor import AffineQuantizedTensor, PlainView
-from pennyweight.io.codecs.torchao.affine_quantized import UintxTensor, numbits, shifts, unpack
+from pennyweight.io.codecs.torchao.affine_quantized import UintxTensor
 from pennyweight.io.codecs.torchao.tensor_class import Shell, ShellMeta
 
 from .enums import Float8MMConfig
-from .qparams import require
 
 __all__ = [
     "AQTTensorImpl", "BlockSparseLayout", "CutlassInt4PackedLayout", "CutlassSemiSparseLayout",
-    "Float8AQTTensorImpl", "Float8Layout", "FloatxTensorCoreLayout", "Int4CPUAQTTensorImpl", "Int4CPULayout",
+    "Float8AQTTensorImpl", "Float8Layout", "Int4CPUAQTTensorImpl", "Int4CPULayout",
     "Int4XPULayout", "Int8DynamicActInt4WeightCPULayout", "Layout", "MarlinQQQLayout", "MarlinSparseLayout",
     "PackedLinearInt8DynamicActivationIntxWeightLayout", "PlainAQTTensorImpl", "PlainLayout", "QDQLayout",
     "QDQTensorImpl", "SemiSparseLayout", "TensorCoreTiledAQTTensorImpl", "TensorCoreTiledLayout",
-    "UintxAQTTensorImpl", "UintxLayout", "UintxTensor", "down_size", "get_tensor_impl_constructor", "layout_of",
-    "maskbits", "numbits", "pack", "pack_cpu", "pack_uint4", "register_layout", "shifts", "unpack", "unpack_cpu",
-    "unpack_uint4", "up_size",
+    "UintxAQTTensorImpl", "UintxLayout", "UintxTensor", "get_tensor_impl_constructor", "layout_of", "register_layout",
 ]  # fmt: skip
-
-# -- packed codes ------------------------------------------------------------------------------------------------------
-
-maskbits = {
-    bits: tuple(((1 << e) - 1) << s for e, s in zip(widths, shifts[bits], strict=True))
-    for bits, widths in numbits.items()
-}
-
-
-def pack(data: Tensor, elem_size: int, dim: int = -1) -> tuple[Tensor, ...]:
-    """Shards of codes below 2**elem_size. data: uint8, a multiple of 8 long along ``dim``; elem_size: 1 to 7.
-
-    Raises AssertionError for another dtype or length and KeyError for another element size.
-    """
-    require(data.shape[dim] % 8 == 0, f"pack dimension size ({data.shape[dim]}) is not divisible by 8")
-    require(data.dtype == torch.uint8, f"data must be uint8, got {data.dtype}")
-    shards = []
-    for e, shift in zip(numbits[elem_size], shifts[elem_size], strict=True):
-        bits = (data >> shift) & ((1 << e) - 1)
-        shard = torch.zeros_like(bits.narrow(dim, 0, data.shape[dim] * e // 8))
-        for j, chunk in enumerate(bits.chunk(8 // e, dim)):
-            shard |= chunk << (e * j)
-        shards.append(shard)
-    return tuple(shards)
-
-
-def pack_cpu(data: Tensor, elem_size: int, dim: int = -1) -> list[Tensor]:
-    """:func:`pack`, as a list."""
-    return list(pack(data, elem_size, dim))
-
-
-def unpack_cpu(data: Sequence[Tensor], elem_size: int, dim: int = -1) -> Tensor:
-    """:func:`unpack`, along the last axis by default."""
-    return unpack(data, elem_size, dim)
-
-
-# -- nibbles -----------------------------------------------------------------------------------------------------------
-
-
-def down_size(size: Sequence[int]) -> tuple[int, ...]:
-    """The shape packed. Raises AssertionError where the last axis is odd."""
-    require(size[-1] % 2 == 0, f"{tuple(size)} last dim not divisible by two")
-    return (*size[:-1], size[-1] // 2)
-
-
-def up_size(size: Sequence[int]) -> tuple[int, ...]:
-    """The shape unpacked."""
-    return (*size[:-1], size[-1] * 2)
-
-
-def pack_uint4(uint8_data: Tensor) -> Tensor:
-    """uint8 codes [.., n] below 16 -> bytes [.., n / 2]. Raises AssertionError where n is odd."""
-    down_size(uint8_data.shape)
-    return uint8_data[..., ::2] << 4 | uint8_data[..., 1::2]
-
-
-def unpack_uint4(uint8_data: Tensor) -> Tensor:
-    """Bytes [.., n] -> uint8 codes [.., 2 n]."""
-    return torch.stack([uint8_data >> 4, uint8_data & 15], -1).reshape(up_size(uint8_data.shape))
-
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
 
@@ -158,9 +89,6 @@ UintxLayout = _layout(
     "UintxLayout", "uint1 to uint7 weights packed along an axis.", ("dtype", Any), ("pack_dim", int, -1)
 )
 Float8Layout = _layout("Float8Layout", "float8 weights.", ("mm_config", Float8MMConfig | None, None))
-FloatxTensorCoreLayout = _layout(
-    "FloatxTensorCoreLayout", "Floats of 3 to 6 bits for NVIDIA's tensor cores.", ("ebits", int), ("mbits", int)
-)
 CutlassInt4PackedLayout = _layout("CutlassInt4PackedLayout", "Signed 4-bit weights for CUTLASS.")
 PackedLinearInt8DynamicActivationIntxWeightLayout = _layout(
     "PackedLinearInt8DynamicActivationIntxWeightLayout", "int1 to int8 weights with 8-bit activations for ARM.",
@@ -175,19 +103,11 @@ BlockSparseLayout = _layout(
 )
 
 
-def small_float_bits(fmt: Format) -> tuple[int, int] | None:
-    """(exponent bits, mantissa bits) of a float of at most 6 bits; None for other formats."""
-    found = re.fullmatch(r"e(\d)m(\d)", fmt.name)
-    return (int(found[1]), int(found[2])) if found is not None and fmt.bits < 8 else None
-
-
 def layout_of(w: AffineQuantizedTensor) -> Layout:
     """The layout torchao would use for this format on a CPU."""
     spec = w.spec
     if spec.format in (E4M3, E5M2):
         return Float8Layout()
-    if small_float_bits(spec.format) is not None and spec.block == (-1,) and isinstance(spec.scale, torch.dtype):
-        return FloatxTensorCoreLayout(*small_float_bits(spec.format))
     if spec.offset is not None and spec.format.bits == 4:
         return Int4CPULayout()
     if spec.format.kind == "int" and spec.format.lo == 0 and spec.format.bits < 8 and not spec.mid:

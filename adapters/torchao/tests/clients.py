@@ -26,12 +26,14 @@ IMPORTS: dict[str, dict[str, str]] = {
     "ExecuTorch": {
         "prototype.quantization.embedding.api": "EmbeddingQuantizer TiedEmbeddingQuantizer",
         "prototype.spinquant": "apply_spinquant",
+        "quantization.GPTQ": "Int8DynActInt4WeightLinear",
         "quantization.granularity": "PerAxis PerGroup",
         "quantization.quant_api": "Int8DynActInt4WeightQuantizer Int8DynamicActivationIntxWeightConfig "
-        "IntxWeightOnlyConfig MappingType quantize_",
+        "IntxWeightOnlyConfig MappingType _replace_with_custom_fn_if_matches_filter quantize_",
         "quantization.pt2e": "FakeQuantize FusedMovingAvgObsFakeQuantize HistogramObserver MinMaxObserver "
-        "MovingAverageMinMaxObserver ObserverOrFakeQuantize PerChannelMinMaxObserver PlaceholderObserver "
-        "UniformQuantizationObserverBase",
+        "MovingAverageMinMaxObserver MovingAveragePerChannelMinMaxObserver ObserverOrFakeQuantize "
+        "ObserverOrFakeQuantizeConstructor PerChannelMinMaxObserver PlaceholderObserver "
+        "UniformQuantizationObserverBase move_exported_model_to_eval move_exported_model_to_train",
         "quantization.pt2e.quantize_pt2e": "convert_pt2e prepare_pt2e prepare_qat_pt2e",
         "quantization.pt2e.quantizer": "ComposableQuantizer DerivedQuantizationSpec FixedQParamsQuantizationSpec "
         "QuantizationAnnotation QuantizationConfig QuantizationSpec Quantizer SharedQuantizationSpec "
@@ -51,6 +53,9 @@ IMPORTS: dict[str, dict[str, str]] = {
     "axolotl": {
         "core.config": "AOBaseConfig",
         "optim": "AdamW4bit AdamW8bit AdamWFp8",
+        "optim.adam": "_AdamBase single_param_adam",
+        "optim.quant_utils": "_fp32_to_bf16_sr",
+        "optim.subclass_8bit": "OptimState8bit",
         "prototype.mx_formats": "MXDynamicActivationMXWeightConfig NVFP4WeightOnlyConfig",
         "prototype.qat": "MXFakeQuantizeConfig",
         "quantization": "quantize_",

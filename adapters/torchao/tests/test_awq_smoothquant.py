@@ -15,13 +15,10 @@ import pennyweight as pw
 from pennyweight.io.codecs.torchao.flattened_safetensors import flatten_tensor_state_dict, unflatten_tensor_state_dict
 from pennyweight.io.codecs.torchao.tensor_class import with_pre_scale
 from pennyweight_torchao.algorithms.awq import AWQConfig, AWQObservedLinear, AWQObserver, AWQStep, get_act_scale
-from pennyweight_torchao.algorithms.smooth_observers import (
-    RunningAbsMaxSmoothQuantObserver,
-    SmoothQuantObservedLinear,
-)
+from pennyweight_torchao.algorithms.smooth_observers import SmoothQuantObservedLinear
 from pennyweight_torchao.algorithms.smoothquant import SmoothQuantConfig
 from pennyweight_torchao.int4_views import Int4Tensor
-from pennyweight_torchao.int8_float8_views import Int8Tensor, QuantizeTensorToInt8Kwargs
+from pennyweight_torchao.int8_float8_views import Int8Tensor
 from pennyweight_torchao.protocols import SupportsActivationPreScaling
 from pennyweight_torchao.quant_api import quantize_
 from pennyweight_torchao.v0_8_configs import (
@@ -123,39 +120,14 @@ def test_channels_without_input(model: nn.Sequential) -> None:
 def test_a_static_scale_in_two_passes() -> None:
     model, config = golden_model(), SmoothQuantConfig(BASES["static"], step="prepare", use_running_absmax=True)
     quantize_(model, config)
-    assert isinstance(model[0].obs, RunningAbsMaxSmoothQuantObserver)
     run(model, V18["x"])
     quantize_(model, SmoothQuantConfig(BASES["static"], "PREPARE_FOR_SMOOTHQUANT_SMOOTHING_FACTOR", 0.5, True))
     run(model, V18["x"])
-    assert not hasattr(model[0].obs, "inputs")
     quantize_(model, SmoothQuantConfig(BASES["static"], "convert", use_running_absmax=True))
     w: Any = model[0].weight
     assert torch.equal(w.act_pre_scale, V18["smooth.static.0.act_pre_scale"])
     assert torch.equal(w.qdata, V18["smooth.static.0.qdata"])
     torch.testing.assert_close(w.act_quant_scale.reshape(1), V18["smooth.static.0.act_quant_scale"].reshape(1))
-
-
-def test_qparams_of_the_running_observer_from_a_mapping() -> None:
-    observer = RunningAbsMaxSmoothQuantObserver(torch.ones(2, 3), None)
-    x = torch.tensor([[1.0, -3.0, 0.5]])
-    with pytest.raises(AssertionError, match="calibrate observer first"):
-        observer.calculate_qparams()
-    observer(x)
-    assert observer.calculate_qparams({"is_symmetric": True})[1:] == (None, None)
-    observer.compute_smoothing_factor()
-    observer(x)
-    observer(x / 2)
-    s, scale, zero = observer.calculate_qparams({"is_symmetric": True})
-    assert scale is not None
-    assert zero is not None
-    assert torch.equal(s, torch.ones(3))
-    assert (scale.item(), zero.item()) == (pytest.approx(3 / 127.5), 0)
-    _, scale, zero = observer.calculate_qparams({"quant_min": 0, "quant_max": 255})
-    assert scale is not None
-    assert zero is not None
-    assert (scale.item(), zero.item()) == (pytest.approx(4 / 255), 191)
-    kwargs = QuantizeTensorToInt8Kwargs(pw.PerRow(), pw.MappingType.ASYMMETRIC)
-    assert observer.calculate_qparams(kwargs)[1].numel() == 1  # type: ignore[union-attr]
 
 
 # -- configs and layers ------------------------------------------------------------------------------------------------

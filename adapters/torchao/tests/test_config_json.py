@@ -119,7 +119,6 @@ ROUND_TRIPS = [
     'NVFP4DynamicActivationNVFP4WeightConfig(step="convert")',
     "NVFP4InferenceConfig(NVFP4MMConfig.WEIGHT_ONLY)",
     "MXFPInferenceConfig(activation_dtype=torch.float4_e2m1fn_x2, weight_dtype=torch.float4_e2m1fn_x2)",
-    'MXInferenceLinearConfig(elem_dtype="fp6_e3m2")',
     'MXLinearConfig.from_recipe_name("mxfp4_cutlass")',
     'AWQConfig(Int4WeightOnlyConfig(group_size=64), step="prepare_for_loading")',
     'SmoothQuantConfig(Int8DynamicActivationInt8WeightConfig(), "prepare_for_loading", alpha=0.3)',

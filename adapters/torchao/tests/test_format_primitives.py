@@ -3,18 +3,12 @@
 import pytest
 import torch
 
-from pennyweight.core.formats import E2M1, E2M3, E3M2
 from pennyweight_torchao.format_primitives import (
-    _choose_qparams_affine_floatx,
     _choose_scale_float8,
     _dequantize_affine_float8,
-    _dequantize_affine_floatx,
     _expand_scale_to_tensor_shape,
-    _f32_to_floatx_unpacked,
-    _floatx_unpacked_to_f32,
     _maybe_expand_scale_to_tensor_shape,
     _quantize_affine_float8,
-    _quantize_affine_floatx,
     choose_qparams_affine_float8,
 )
 
@@ -77,42 +71,3 @@ def test_float8_gradients_pass_the_cast() -> None:
     codes.to(torch.float32).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [[1.0, 0.0, 1.0]]  # what saturates has none
-
-
-@pytest.mark.parametrize("ebits", range(1, 8))
-def test_every_code_of_every_width(ebits: int) -> None:
-    for mbits in range(8 - ebits):
-        codes = torch.arange(1 << (1 + ebits + mbits), dtype=torch.int32).to(torch.uint8)
-        numbers = _floatx_unpacked_to_f32(codes, ebits, mbits)
-        assert torch.equal(_f32_to_floatx_unpacked(numbers, ebits, mbits), codes)
-        positive = numbers[: len(numbers) // 2]
-        assert (positive.diff() > 0).all()
-        middle = (positive[1:] + positive[:-1]) / 2
-        low, high = codes[: len(middle)], codes[1 : len(middle) + 1]
-        assert torch.equal(_f32_to_floatx_unpacked(middle, ebits, mbits), torch.where(low % 2 == 0, low, high))
-        assert torch.equal(_f32_to_floatx_unpacked(middle.nextafter(positive[1:]), ebits, mbits), high)
-        assert torch.equal(_f32_to_floatx_unpacked(middle.nextafter(positive[:-1]), ebits, mbits), low)
-        huge = _f32_to_floatx_unpacked(torch.tensor([1e38, torch.inf, -torch.inf]), ebits, mbits)
-        assert torch.equal(_floatx_unpacked_to_f32(huge, ebits, mbits), positive[-1] * torch.tensor([1.0, 1.0, -1.0]))
-
-
-@pytest.mark.parametrize(("fmt", "bits"), [(E3M2, (3, 2)), (E2M3, (2, 3)), (E2M1, (2, 1))], ids=str)
-def test_small_floats_are_the_formats_of_the_core(fmt: object, bits: tuple[int, int]) -> None:
-    x = torch.cat([torch.randn(4000) * 3, torch.tensor([0.0, -0.0, 1e9, -1e9, 1e-30])])
-    assert torch.equal(_f32_to_floatx_unpacked(x, *bits), fmt.encode(x))  # type: ignore[attr-defined]
-    codes = torch.arange(1 << (1 + sum(bits)), dtype=torch.uint8)
-    assert torch.equal(_floatx_unpacked_to_f32(codes, *bits), fmt.decode(codes))  # type: ignore[attr-defined]
-
-
-def test_floatx_zero_rows_and_errors() -> None:
-    w = torch.randn(3, 8, dtype=torch.float16)
-    w[1] = 0
-    scale = _choose_qparams_affine_floatx(w, 3, 2)
-    codes = _quantize_affine_floatx(w, scale, 3, 2)
-    assert (_dequantize_affine_floatx(codes, scale, 3, 2)[1] == 0).all()
-    with pytest.raises(AssertionError, match="at most 8 bits"):
-        _choose_qparams_affine_floatx(w, 5, 3)
-    with pytest.raises(AssertionError, match="made of float32"):
-        _f32_to_floatx_unpacked(w, 3, 2)
-    with pytest.raises(AssertionError, match="codes are uint8"):
-        _floatx_unpacked_to_f32(codes.int(), 3, 2)

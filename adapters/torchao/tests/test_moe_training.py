@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pennyweight.training import grouped_mm
 
 TOLD = load_file(Path(__file__).parent / "golden" / "torchao_0.18_moe_training.safetensors")
-E4M3 = torch.float8_e4m3fn
+COMPILED = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
 pytestmark = pytest.mark.usefixtures("torchao")
 
 
@@ -25,13 +25,14 @@ def error(got: Tensor, told: Tensor) -> float:
 @pytest.mark.parametrize("mode", ["RCEIL", "FLOOR"])
 @pytest.mark.parametrize("high", [False, True])
 def test_mxfp8_products_are_torchaos(mode: str, high: bool) -> None:
-    from torchao.prototype.moe_training import _to_mxfp8_then_scaled_grouped_mm
+    from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig
+    from torchao.prototype.moe_training.tensor import MXFP8TrainingWeightWrapperTensor
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
 
-    a, b = TOLD["x"].bfloat16().requires_grad_(), TOLD["w"].bfloat16().requires_grad_()
-    y = _to_mxfp8_then_scaled_grouped_mm(
-        a, b.transpose(-2, -1), TOLD["ends"], wgrad_with_hp=high, scale_calculation_mode=ScaleCalculationMode[mode]
-    )
+    config = MXFP8TrainingOpConfig(wgrad_with_hp=high, scale_calculation_mode=ScaleCalculationMode[mode])
+    a = TOLD["x"].bfloat16().requires_grad_()
+    b = nn.Parameter(MXFP8TrainingWeightWrapperTensor(TOLD["w"].bfloat16(), config))
+    y = torch._grouped_mm(a, b.transpose(-2, -1), offs=TOLD["ends"])
     y.backward(TOLD["g"].bfloat16())
     for name, value in (("y", y), ("x", a.grad), ("w", b.grad)):
         told = TOLD[f"mxfp8.{mode.lower()}.{int(high)}.{name}"]
@@ -40,35 +41,66 @@ def test_mxfp8_products_are_torchaos(mode: str, high: bool) -> None:
 
 
 def test_float8_products() -> None:
-    from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm
+    from torchao.prototype.moe_training.config import Float8TrainingOpConfig
+    from torchao.prototype.moe_training.tensor import Float8TrainingWeightWrapperTensor
 
     x, w, ends = torch.randn(50, 24), torch.randn(3, 24, 7), torch.tensor([11, 11, 45], dtype=torch.int32)
+
+    def product(**more: Any) -> Tensor:
+        config = Float8TrainingOpConfig(**{"out_dtype": torch.float32, **more})
+        return torch._grouped_mm(x, Float8TrainingWeightWrapperTensor(w, config), offs=ends)
+
     told = grouped_mm(x, w, ends, "rowwise")
-    got = _to_fp8_rowwise_then_scaled_grouped_mm(x, w, ends, torch.float32)
-    assert torch.equal(got, told)
-    assert _to_fp8_rowwise_then_scaled_grouped_mm(x, w, ends, None).dtype is torch.float32
-    other = _to_fp8_rowwise_then_scaled_grouped_mm(x, w, ends, torch.float32, torch.float8_e5m2)
-    assert 0.01 < error(other, told) < 0.2
-    with pytest.raises(ValueError, match="offs must be the end of each expert's rows"):
-        _to_fp8_rowwise_then_scaled_grouped_mm(x, w, None)
-    with pytest.raises(ValueError, match=r"float8_e4m3fn or float8_e5m2, got torch\.int8"):
-        _to_fp8_rowwise_then_scaled_grouped_mm(x, w, ends, None, torch.int8)
+    assert torch.equal(product(), told)
+    assert product(out_dtype=None).dtype is torch.float32
+    assert product(out_dtype=torch.bfloat16).dtype is torch.bfloat16
+    assert 0.01 < error(product(float8_dtype=torch.float8_e5m2), told) < 0.2
+    with pytest.raises(ValueError, match=r"float8_e4m3fn or float8_e5m2, got torch\.float16"):
+        product(float8_dtype=torch.float16)
 
 
-def test_bias_and_quantized_tokens() -> None:
-    from torchao.prototype.moe_training import _to_mxfp8_then_scaled_grouped_mm
-    from torchao.prototype.mx_formats.config import ScaleCalculationMode
-    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+def test_a_weight_in_a_users_own_code() -> None:
+    """Batches of any shape, products by matmul, a bfloat16 weight, and every other operator on the value."""
+    from torchao.prototype.moe_training.config import Float8TrainingOpConfig
+    from torchao.prototype.moe_training.tensor import Float8TrainingWeightWrapperTensor
 
-    x, w, ends = TOLD["x"], TOLD["w"].transpose(-2, -1), TOLD["ends"]
-    plain = _to_mxfp8_then_scaled_grouped_mm(x, w, ends, out_dtype=torch.float32)
-    shared, each = torch.randn(32), torch.randn(3, 32)
-    y = _to_mxfp8_then_scaled_grouped_mm(x, w, ends, shared, torch.float32)
-    assert torch.equal(y, plain + shared)
-    y = _to_mxfp8_then_scaled_grouped_mm(x, w, ends, each, torch.float32)
-    torch.testing.assert_close(y, plain + each.repeat_interleave(32, 0))
-    tokens = MXTensor.to_mx(x, E4M3, 32, ScaleCalculationMode.RCEIL)
-    assert torch.equal(_to_mxfp8_then_scaled_grouped_mm(tokens, w, ends, out_dtype=torch.float32), plain)
+    w = torch.randn(16, 32)
+    p: Any = Float8TrainingWeightWrapperTensor(w.clone(), Float8TrainingOpConfig())
+    x = torch.randn(2, 3, 32)
+    told = F.linear(x, p)
+    assert not torch.equal(told, F.linear(x, w))
+    assert torch.equal(x @ p.t(), told)
+    assert torch.equal(torch.matmul(x, p.t()), told)
+    assert F.linear(x.bfloat16(), p.to(torch.bfloat16)).dtype is torch.bfloat16
+    assert type(p.to(torch.bfloat16)) is type(p.detach()) is type(p.clone()) is type(p[:4]) is type(p)
+    for value in (p + 0, p * 1, p.detach()._data, torch.cat([p, p])[:16]):
+        assert torch.equal(value, w)
+        assert type(value) is Tensor
+    assert [tuple(piece.shape) for piece in p.split(8)] == [(8, 32)] * 2
+    assert "config=Float8TrainingOpConfig" in repr(p)
+    with torch.no_grad():
+        p.mul_(2)
+        assert torch.equal(p._data, 2 * w)
+        p.copy_(w)
+        assert torch.equal(p._data, w)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.linear(x, p).dtype is torch.bfloat16
+
+
+@COMPILED
+def test_compiled() -> None:
+    from torchao.prototype.moe_training.config import Float8TrainingOpConfig
+    from torchao.prototype.moe_training.tensor import Float8TrainingWeightWrapperTensor
+
+    layer, x = nn.Linear(32, 16), torch.randn(24, 32)
+    layer.weight = nn.Parameter(Float8TrainingWeightWrapperTensor(layer.weight.detach(), Float8TrainingOpConfig()))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), layer(x))
+    compiled(x).square().sum().backward()
+    got = layer.weight.grad.clone()
+    layer.weight.grad = None
+    layer(x).square().sum().backward()
+    torch.testing.assert_close(got, layer.weight.grad)
 
 
 def test_configs() -> None:

@@ -1,6 +1,5 @@
 """MX and NVFP4 layers under torchao's names: inference, static inputs, training, training for deployment."""
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -15,19 +14,14 @@ from pennyweight_torchao.enums import KernelPreference, MXGemmKernelChoice, NVFP
 from pennyweight_torchao.prototype.mx_formats import (
     MXDynamicActivationMXWeightConfig,
     MXFPInferenceConfig,
-    MXInferenceLinearConfig,
     MXLinearConfig,
     NVFP4DynamicActivationNVFP4WeightConfig,
     NVFP4InferenceConfig,
-    NVFP4ObservedLinear,
     NVFP4WeightOnlyConfig,
 )
-from pennyweight_torchao.prototype.mx_formats.mx_linear import (
-    MXInferenceLinear,
-    MXLinear,
-)
+from pennyweight_torchao.prototype.mx_formats.mx_linear import MXLinear
 from pennyweight_torchao.prototype.mx_formats.mx_tensor import MXTensor, to_dtype, to_mx
-from pennyweight_torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+from pennyweight_torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
 from pennyweight_torchao.prototype.qat import (
     MXFakeQuantizeConfig,
     MXFakeQuantizedLinear,
@@ -83,84 +77,10 @@ def test_nvfp4_config() -> None:
     config = NVFP4DynamicActivationNVFP4WeightConfig()
     assert (config.use_triton_kernel, config.use_dynamic_per_tensor_scale, config.step) == (True, True, None)
     assert isinstance(config, pw.NVFP4DynamicActivationNVFP4WeightConfig)
-    static = NVFP4DynamicActivationNVFP4WeightConfig(step="prepare")
-    assert static.use_dynamic_per_tensor_scale is False
-    assert static.step.value == "prepare"
+    with pytest.raises(ValueError, match="for static inputs give act_scale, the largest input"):
+        quantize_(model(), NVFP4DynamicActivationNVFP4WeightConfig(step="prepare"))
     with pytest.raises(ValueError, match="no_such"):
         NVFP4DynamicActivationNVFP4WeightConfig(step="no_such")
-    with pytest.raises(ValueError, match="Expected prepare, convert or None"):
-        quantize_(model(), NVFP4DynamicActivationNVFP4WeightConfig(step="prepare_for_loading"))
-
-
-@torch.no_grad()
-def test_static_inputs_in_two_steps() -> None:
-    m, data = model(), [torch.randn(8, 64) for _ in range(3)]
-    exact = m(data[0])
-    weight, bias = m[0].weight, m[0].bias
-    report = quantize_(m, NVFP4DynamicActivationNVFP4WeightConfig(step="prepare"))
-    assert report.verb == "prepared"
-    assert "NVFP4Dynamic" in report.config
-    assert isinstance(m[0], NVFP4ObservedLinear)
-    assert m[0].weight is weight
-    assert set(m.state_dict()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    assert torch.equal(m(data[0]), exact)
-    for x in data[1:]:
-        m(x)
-    top = torch.cat(data).abs().max()
-    assert m[0].amax == top
-    quantize_(m, NVFP4DynamicActivationNVFP4WeightConfig(step="convert"))
-    w = m[0].weight
-    assert type(m[0]) is nn.Linear
-    assert m[0].bias is bias
-    assert isinstance(w, NVFP4Tensor)
-    torch.testing.assert_close(w.act_per_tensor_scale, per_tensor_amax_to_scale(top))
-    assert w.act_quant_kwargs.use_dynamic_per_tensor_scale is False
-    want = NVFP4Tensor.to_nvfp4(data[0], per_tensor_scale=w.act_per_tensor_scale).dequantize()
-    torch.testing.assert_close(m[0](data[0]), F.linear(want, w.dequantize(), bias), rtol=1e-2, atol=1e-2)
-    assert sqnr(exact, m(data[0])) > 12
-
-
-def test_static_inputs_need_data() -> None:
-    m = model()
-    quantize_(m, NVFP4DynamicActivationNVFP4WeightConfig(step="prepare"))
-    assert m[0].amax == 0
-    with pytest.raises(ValueError, match=r"\[32, 64\] has seen inputs up to 0.0; run the prepared model"):
-        quantize_(m, NVFP4DynamicActivationNVFP4WeightConfig(step="convert"))
-    m[0](torch.full((1, 64), float("inf")))
-    with pytest.raises(ValueError, match="inputs up to inf"):
-        quantize_(m, NVFP4DynamicActivationNVFP4WeightConfig(step="convert"))
-    y = m[0](torch.randn(0, 64))
-    assert y.shape == (0, 32)
-
-
-def test_only_observed_layers_are_converted() -> None:
-    m = model()
-    quantize_(m, NVFP4DynamicActivationNVFP4WeightConfig(step="prepare"), lambda mod, name: name == "0")
-    m(torch.randn(4, 64))
-    report = quantize_(m, NVFP4DynamicActivationNVFP4WeightConfig(step="convert"))
-    assert isinstance(m[0].weight, NVFP4Tensor)
-    assert type(m[2].weight) is nn.Parameter
-    assert "its inputs have not been observed" in str(report)
-
-
-@torch.no_grad()
-def test_inference_layers() -> None:
-    for element in (FP8, FP4, "fp6_e2m3"):
-        m, x = model(), torch.randn(3, 64)
-        config = MXInferenceLinearConfig(elem_dtype=element)
-        want = F.linear(x, rounded(m[0].weight, element), m[0].bias)
-        quantize_(m, config)
-        assert isinstance(m[0], MXInferenceLinear)
-        assert isinstance(m[0].weight_mx, MXTensor)
-        torch.testing.assert_close(m[0](x), want)
-    assert "pack_fp6=True" in str(m)
-    assert set(m.state_dict()) == {"0.weight_mx", "0.bias", "2.weight_mx", "2.bias"}
-    y, twin = m(x), copy.deepcopy(m)
-    for parameter in twin.parameters():
-        parameter.zero_()
-    twin.load_state_dict(m.state_dict())
-    assert torch.equal(twin(x), y)
-    assert m.to(torch.bfloat16)(x.bfloat16()).dtype is torch.bfloat16
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -210,7 +130,7 @@ def test_training_configs() -> None:
     with pytest.raises(AssertionError, match="block_size must be one of"):
         MXLinearConfig(64, gemm_kernel_choice=MXGemmKernelChoice.CUTLASS)
     with pytest.raises(AssertionError, match="elem_dtype must be float8_e4m3fn or float4"):
-        MXInferenceLinearConfig(elem_dtype="fp6_e2m3", gemm_kernel_choice=MXGemmKernelChoice.CUBLAS)
+        MXLinearConfig(elem_dtype="fp6_e2m3", gemm_kernel_choice=MXGemmKernelChoice.CUBLAS)
     with pytest.raises(AssertionError, match="needs gemm_kernel_choice EMULATED"):
         MXLinearConfig(elem_dtype_weight_override=FP4, gemm_kernel_choice=MXGemmKernelChoice.CUBLAS)
     with pytest.raises(AssertionError, match="elem_dtype must be one of"):

@@ -1,4 +1,4 @@
-"""torchao.optim's classes of quantized states, their quantizers, and training with each optimizer."""
+"""torchao.optim's classes of quantized states, and training with each optimizer."""
 
 import copy
 from pathlib import Path
@@ -30,61 +30,6 @@ def state_class(name: str) -> Any:
 def zeros(name: str, shape: Any, signed: bool, block_size: int) -> Any:
     signs = () if name == "fp8" else (signed,)
     return state_class(name).zeros(shape, *signs, block_size)
-
-
-@pytest.mark.parametrize("key", [key for key in TOLD if key.startswith("map.")])
-def test_dynamic_maps(key: str) -> None:
-    """As torchao computes them with torch.linspace, which differs in the last bit between CPUs."""
-    from torchao.optim.quant_utils import create_dynamic_map
-
-    _, signed, exponent, bits = key.split(".")
-    got = create_dynamic_map(bool(int(signed)), int(exponent), int(bits))
-    assert got == sorted(got)
-    torch.testing.assert_close(torch.tensor(got), TOLD[key], rtol=3e-7, atol=0)
-
-
-def test_dynamic_maps_of_a_wrong_size() -> None:
-    from torchao.optim.quant_utils import create_dynamic_map
-
-    with pytest.raises(ValueError, match=r"unsigned map of 5 exponent bits has \d+ numbers.*max_exponent_bits=7"):
-        create_dynamic_map(False, 5, 8)
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("signed", [True, False])
-def test_codes_are_torchaos(signed: bool, bits: int) -> None:
-    from torchao.optim import quant_utils as q
-
-    exponent = bits - 1
-    qmap = TOLD[f"map.{int(signed)}.{exponent}.{bits}"] if signed or bits == 8 else torch.arange(1, 17) / 16
-    unit, scale = q.scale_tensor(TOLD["x"], BLOCK)
-    assert torch.equal(unit, TOLD["unit"])
-    assert torch.equal(scale, TOLD["scale"])
-    quantize = q.quantize_8bit_with_qmap if bits == 8 else q.quantize_4bit_with_qmap
-    codes = quantize(unit if signed else unit.abs(), qmap)
-    assert codes.dtype is torch.uint8
-    assert torch.equal(codes, TOLD[f"codes.{int(signed)}.{bits}"])
-    assert torch.equal(q.dequant_with_qmap(codes, qmap, scale), TOLD[f"value.{int(signed)}.{bits}"])
-
-
-def test_ties_round_up_and_values_outside_the_map_saturate() -> None:
-    from torchao.optim.quant_utils import quantize_4bit_with_qmap, scale_tensor
-
-    qmap = torch.arange(16.0)
-    x = torch.tensor([-3.0, 0.0, 0.5, 1.49, 14.5, 15.0, 99.0, float("nan")])
-    assert quantize_4bit_with_qmap(x, qmap).tolist() == [0, 0, 1, 1, 15, 15, 15, 0]
-    assert scale_tensor(torch.zeros(4), 2)[1].tolist() == pytest.approx([1e-12] * 2)
-    with pytest.raises(RuntimeError, match="invalid for input of size 5"):
-        scale_tensor(torch.zeros(5), 2)
-
-
-def test_float8_codes_are_torchaos() -> None:
-    from torchao.optim.subclass_fp8 import quantize_fp8
-
-    codes, scale = quantize_fp8(TOLD["x"], BLOCK)
-    assert codes.dtype is torch.float8_e4m3fn
-    assert torch.equal(codes.view(torch.uint8), TOLD["codes.fp8"])
-    assert torch.equal(scale, TOLD["scale.fp8"])
 
 
 def test_stochastic_rounding_to_bfloat16() -> None:

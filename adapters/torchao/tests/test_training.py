@@ -1,13 +1,15 @@
 """Low-precision training under torchao's names."""
 
 import copy
+import dataclasses
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
+from pennyweight import training
 from pennyweight.core.formats import E5M2
-from pennyweight.core.tensor import AffineQuantizedTensor
 from pennyweight.training import RECIPES, LowPrecisionLinear
 
 
@@ -103,60 +105,31 @@ def test_filters_of_recipes() -> None:
 
 
 @pytest.mark.usefixtures("torchao")
-def test_float8_functions() -> None:
-    from torchao.float8 import ScalingGranularity
-    from torchao.float8.float8_utils import (
-        amax_to_scale,
-        compute_error,
-        is_row_major,
-        pad_tensor_for_matmul,
-        tensor_to_amax,
-        tensor_to_scale,
-        to_fp8_saturated,
-    )
-
-    x = torch.tensor([[1.0, -3.0, 0.0], [0.5, 2.0, 7.0]])
-    e4m3 = torch.float8_e4m3fn
-    assert torch.equal(tensor_to_amax(x), torch.tensor(7.0))
-    rows = tensor_to_amax(x, scaling_granularity=ScalingGranularity.AXISWISE, axiswise_dim=1)
-    assert torch.equal(rows, torch.tensor([[3.0], [7.0]]))
-    assert torch.equal(tensor_to_scale(x, e4m3), torch.tensor(448.0 / 7))
-    assert torch.equal(amax_to_scale(torch.tensor(3.0), e4m3, True), torch.tensor(128.0))
-    assert amax_to_scale(torch.zeros(()), e4m3).isfinite()
-    assert torch.equal(to_fp8_saturated(1000 * x, e4m3).float(), (1000 * x).clamp(-448, 448).to(e4m3).float())
-    assert compute_error(x, x + 0.1 * x) == pytest.approx(20.0, abs=1e-4)
-    assert [is_row_major(t.stride()) for t in (x, x.t())] == [True, False]
-    assert [tuple(pad_tensor_for_matmul(x, d).shape) for d in (0, 1, (0, 1))] == [(16, 3), (2, 16), (16, 16)]
-    assert torch.equal(pad_tensor_for_matmul(x, 1)[:, :3], x)
-    assert pad_tensor_for_matmul(x, 1)[:, 3:].abs().sum() == 0
-    for call in (lambda: amax_to_scale(rows, torch.int8), lambda: to_fp8_saturated(x, torch.bfloat16)):
-        with pytest.raises(ValueError, match="Unsupported float8_dtype"):
-            call()
-
-
-@pytest.mark.usefixtures("torchao")
-def test_int8_and_ternary_training() -> None:
-    from torchao.prototype.quantized_training import (
-        bitnet_training,
-        int8_mixed_precision_training,
-        int8_weight_only_quantized_training,
-        quantize_int8_rowwise,
-    )
+def test_int8_training() -> None:
+    from torchao.prototype.quantized_training import int8_mixed_precision_training
     from torchao.quantization import quantize_
 
     start = nn.Sequential(nn.Linear(32, 32))
     x = torch.randn(8, 32)
-    for config, name in ((int8_mixed_precision_training(), "int8"), (bitnet_training(), "bitnet")):
-        model = copy.deepcopy(start)
-        quantize_(model, config)
-        assert model[0].recipe is RECIPES[name]
-        assert not torch.equal(model(x), start(x))  # torchao 0.15 on: the int8 one silently computes in full precision
-    quantize_(start, int8_weight_only_quantized_training())
-    assert isinstance(start[0].weight, AffineQuantizedTensor)
-    assert start[0].weight.requires_grad
-    codes, scale = quantize_int8_rowwise(x)
-    assert (codes.float() * scale.unsqueeze(1) - x).abs().max() <= scale.max() / 2 * 1.01
-    up, _ = quantize_int8_rowwise(x, stochastic_rounding=True)
-    assert (up - codes).abs().max() == 1
+    model = copy.deepcopy(start)
+    quantize_(model, int8_mixed_precision_training())
+    assert model[0].recipe is RECIPES["int8"]
+    assert not torch.equal(model(x), start(x))  # torchao 0.15 on: it silently computes in full precision
     with pytest.raises(ImportError, match="call the operator on the tensor"):
         from torchao.prototype.mx_formats.mx_ops import mx_addmm  # noqa: F401
+
+
+@pytest.mark.usefixtures("torchao")
+def test_arguments_of_the_int8_config() -> None:
+    from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig, int8_mixed_precision_training
+
+    config = Int8MixedPrecisionTrainingConfig(True, False, True, module_swap=True)
+    assert isinstance(config, training.Int8MixedPrecisionTrainingConfig)
+    assert (config.output, config.grad_input, config.grad_weight, config.recipe) == (True, False, True, "int8")
+    assert not config.make().grad_input.quantized
+    assert int8_mixed_precision_training(config) == config  # torchao 0.9
+    assert int8_mixed_precision_training(config=config) == config
+    assert dataclasses.replace(config, grad_input=True).make().grad_input.quantized
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    with pytest.raises(ValueError, match="quantizes nothing"):
+        Int8MixedPrecisionTrainingConfig(False, False, False)

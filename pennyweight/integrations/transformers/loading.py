@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from ...core.model_arguments import check_arguments
 from ...core.tensor import AffineQuantizedTensor
 from ...io.loading import load
+from ...io.model_folder import model_folder
 from ...io.state_dict import slots_of
 from ...support.arguments import check_nothing, show
 from ...support.errors import ArgumentTypeError
@@ -34,6 +35,7 @@ def load_pretrained(
     """The model of config.json, with weights read by ``pw.load``: quantized ones stay quantized.
 
     model_class     an Auto class such as AutoModelForCausalLM, or a class such as LlamaForCausalLM
+    folder          or a GGUF file; then the config is that of its metadata
     dtype           of the parameters; default: as stored in the files
     device, strict  as for ``pw.load``
     config          instead of config.json
@@ -44,11 +46,14 @@ def load_pretrained(
     """
     from transformers import AutoConfig, GenerationConfig
 
-    folder = os.fspath(folder)
-    config = AutoConfig.from_pretrained(folder) if config is None else config
+    path = os.fspath(folder)
+    with model_folder(path) as files:
+        config = AutoConfig.from_pretrained(files) if config is None else config
+        settings = os.path.join(files, "generation_config.json")
+        generation = GenerationConfig.from_pretrained(files) if os.path.isfile(settings) else None
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
-    config.name_or_path = folder
+    config.name_or_path = path
     if dtype is not None:
         kwargs["dtype"] = dtype
     if not hasattr(model_class, "from_config") and not hasattr(model_class, "_from_config"):
@@ -59,13 +64,13 @@ def load_pretrained(
     with _parameters_on_meta():
         model = make(config, **kwargs)
     made = model.dtype
-    load(folder, model, strict=strict, device=device)
+    load(path, model, strict=strict, device=device)
     if dtype is not None:
         _cast(model, made)
     if device is not None:
         model.to(device)
-    if model.can_generate() and os.path.isfile(os.path.join(folder, "generation_config.json")):
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if model.can_generate() and generation is not None:
+        model.generation_config = generation
     if any(isinstance(p, AffineQuantizedTensor) for p in model.parameters()):
         attach_quantizer(model)
     return model.eval()

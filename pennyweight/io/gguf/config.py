@@ -370,6 +370,21 @@ def _vocab_size(kv: Mapping[str, Any], arch: str) -> int:
     return integer(kv, f"{arch}.vocab_size", len(tokens) if isinstance(tokens, list) else 0)
 
 
+def generation_files(kv: Mapping[str, Any]) -> dict[str, bytes]:
+    """generation_config.json with all ids that end an answer, if the metadata have more than config.json's: the ends
+    of a turn (eot) and of a message (eom)."""
+    keys = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
+    ends = list(dict.fromkeys(kv[key] for key in keys if type(kv.get(key)) is int and kv[key] >= 0))
+    if ends == [kv.get(keys[0])] or not ends:
+        return {}
+    settings: dict[str, Any] = {"eos_token_id": ends}
+    for name, ggml in (("bos", "bos"), ("pad", "padding")):
+        i = kv.get(f"tokenizer.ggml.{ggml}_token_id")
+        if type(i) is int:
+            settings[f"{name}_token_id"] = i
+    return {"generation_config.json": (json.dumps(settings, indent=2) + "\n").encode()}
+
+
 MAX_BYTES = 1 << 20
 _TYPE = "sentence_transformers.models."
 # flags of a Pooling module's config.json, which GGUF supports

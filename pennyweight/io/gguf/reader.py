@@ -18,7 +18,7 @@ from ..safetensors_file import Entry as Plain
 from ..state_dict import from_parts
 from ..strict_json import resolve_inside
 from .architectures import BY_GGUF
-from .config import config_from_kv, experts_of, pooling_files
+from .config import config_from_kv, experts_of, generation_files, pooling_files
 from .experts import in_memory
 from .gguf_file import File
 from .names import Transform, read_patterns, to_hf
@@ -188,7 +188,7 @@ def write_side_files(
 ) -> list[str]:
     """Write config.json and the tokenizer files from the metadata. Returns names."""
     kv = values(source)
-    files = tokenizer_files(kv)[0] | pooling_files(kv)
+    files = tokenizer_files(kv)[0] | pooling_files(kv) | generation_files(kv)
     if source.config is not None:
         files["config.json"] = config_bytes(source.config, quantization_config, dtype)
     for name, data in files.items():

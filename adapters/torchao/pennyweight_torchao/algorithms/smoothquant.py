@@ -24,7 +24,7 @@ from ..enums import QuantizationStep
 from ..int8_float8_views import QuantizeTensorToInt8Kwargs
 from .awq import check_step
 from .quantized_layers import is_static, quantized_linear, quantized_weight, with_scale
-from .smooth_observers import RunningAbsMaxSmoothQuantObserver, SmoothQuantObservedLinear, SmoothQuantObserver
+from .smooth_observers import SmoothQuantObservedLinear, SmoothQuantObserver
 
 __all__ = ["SmoothQuantConfig", "SmoothQuantStep"]
 
@@ -37,8 +37,9 @@ class SmoothQuantConfig(AOBaseConfig):
 
     step    "prepare": observe linear layers. "convert": quantize the observed ones; others stay.
             "prepare_for_loading": quantize now without data, for ``load_state_dict`` of a converted model.
-            "prepare_for_smoothquant_smoothing_factor": between the two passes of ``use_running_absmax``.
+            "prepare_for_smoothquant_smoothing_factor": torchao's step between two passes over the data. No effect
     alpha   0 to 1: how much of the range moves into the weights; None: no smoothing
+    use_running_absmax  no effect: inputs are kept in either case, and the numbers are the same
     base_config with a static activation: its scale is found from the calibration data
     """
 
@@ -54,21 +55,16 @@ class SmoothQuantConfig(AOBaseConfig):
 @register_quantize_module_handler(SmoothQuantConfig)
 def _smooth_quant_transform(module: nn.Module, config: SmoothQuantConfig) -> nn.Module:
     layer: Any = module
-    observer = RunningAbsMaxSmoothQuantObserver if config.use_running_absmax else SmoothQuantObserver
     base = config.base_config
     if config.step == "prepare":
-        return SmoothQuantObservedLinear.from_float(layer, observer(layer.weight, config.alpha))
+        return SmoothQuantObservedLinear.from_float(layer, SmoothQuantObserver(layer.weight, config.alpha))
     if config.step == "prepare_for_loading":
         w = layer.weight.detach()
         if is_static(base) and base.act_quant_scale is None:
             asymmetric = base.act_mapping_type is MappingType.ASYMMETRIC
             base = with_scale(base, torch.ones(1), torch.zeros(1, dtype=torch.int8) if asymmetric else None)
         return quantized_linear(layer, with_pre_scale(quantized_weight(w, base), torch.ones_like(w[0])))
-    if not isinstance(layer, SmoothQuantObservedLinear):
-        return layer
-    if config.step != "convert":
-        if config.step.endswith("smoothing_factor") and isinstance(layer.obs, RunningAbsMaxSmoothQuantObserver):
-            layer.obs.compute_smoothing_factor()
+    if config.step != "convert" or not isinstance(layer, SmoothQuantObservedLinear):
         return layer
     s, scale, zero_point = layer.obs.calculate_qparams(_activation_kwargs(base))
     if scale is not None:

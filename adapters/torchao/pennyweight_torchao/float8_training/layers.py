@@ -11,7 +11,6 @@ from torch import nn
 from pennyweight.training import LowPrecisionLinear
 
 from .config import Float8LinearConfig, Float8LinearRecipeName, ScalingType
-from .products import LinearMMConfig, ScaledMMConfig
 
 __all__ = [
     "Float8Linear", "_auto_filter_for_recipe", "_auto_filter_for_rowwise", "_auto_filter_for_tensorwise",
@@ -27,11 +26,6 @@ class Float8Linear(LowPrecisionLinear):
     def __init__(self, *args: Any, config: Float8LinearConfig, **kwargs: Any) -> None:
         super().__init__(*args, recipe=config.recipe(), **kwargs)
         self.config = config
-
-    @property
-    def linear_mm_config(self) -> LinearMMConfig:
-        """Options of the three products, for a :class:`Float8TrainingTensor`."""
-        return _mm_config(self.config)
 
     @classmethod
     def from_float(cls, mod: nn.Linear, config: Float8LinearConfig | None = None) -> Float8Linear:
@@ -63,13 +57,6 @@ class Float8Linear(LowPrecisionLinear):
                 casts[short] = other
         listed = ",".join(f"{short}:{cast.short_str()}" for short, cast in casts.items())
         return f'{nn.Linear.extra_repr(self)}, cast_configs={listed}"'  # with torchao's closing quote
-
-
-def _mm_config(config: Float8LinearConfig) -> LinearMMConfig:
-    gemms = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
-    return LinearMMConfig(
-        *(ScaledMMConfig(config.emulate, g.use_fast_accum, False, config.pad_inner_dim) for g in gemms)
-    )
 
 
 def swap_linear_layers(

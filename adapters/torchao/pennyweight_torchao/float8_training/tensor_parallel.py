@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-from .config import ScalingType
+from .config import Float8LinearConfig, ScalingType
 from .layers import Float8Linear
 
 __all__ = ["Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"]
@@ -26,6 +26,12 @@ def _check(module: nn.Module) -> None:
         )
     kinds = module.scaling_type_input, module.scaling_type_grad_output
     assert kinds == (ScalingType.DYNAMIC,) * 2, f"inputs and gradients must be scaled dynamically, got {kinds}"
+
+
+def _options(config: Float8LinearConfig) -> tuple[Any, ...]:
+    """The options of the three products."""
+    gemms = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
+    return (config.emulate, config.pad_inner_dim, *gemms)
 
 
 class Float8ColwiseParallel(ColwiseParallel):
@@ -71,15 +77,13 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 f"PrepareFloat8ModuleInput: float8_dtype must be float8_e4m3fn, got {float8_dtype}"
             )
         self.float8_dtype, self.fwd_config_submodule_fqn = float8_dtype, fwd_config_submodule_fqn
-        self.linear_mm_config: Any = None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         one = self.fwd_config_submodule_fqn
         among = module.modules() if one is None else [module.get_submodule(one)]
-        found = {layer.linear_mm_config for layer in among if isinstance(layer, Float8Linear)}
+        found = {_options(layer.config) for layer in among if isinstance(layer, Float8Linear)}
         where = type(module).__name__ if one is None else f"submodule {one!r}"
         assert len(found) == 1, (
             f"PrepareFloat8ModuleInput: {where} must have float8 layers with the same options, got {found or 'none'}"
         )
-        (self.linear_mm_config,) = found
         return super()._apply(module, device_mesh)

@@ -15,7 +15,6 @@ from .inductor_configs import (
     get_default_x86_inductor_quantization_config,
 )
 from .inductor_quantizers import X86InductorQuantizer
-from .numeric_debugger import compare_results, extract_results_from_loggers, prepare_for_propagation_comparison
 from .passive_observers import FixedQParamsObserver, PlaceholderObserver
 from .prepare_graph import prepare, prepare_qat
 from .range_observers import (
@@ -63,15 +62,12 @@ __all__ = [
     "allow_exported_model_train_eval",
     "annotate_input_qspec_map",
     "annotate_output_qspec",
-    "compare_results",
     "convert",
-    "extract_results_from_loggers",
     "get_default_arm_inductor_quantization_config",
     "get_default_x86_inductor_quantization_config",
     "get_symmetric_quantization_config",
     "move_exported_model_to_eval",
     "move_exported_model_to_train",
     "prepare",
-    "prepare_for_propagation_comparison",
     "prepare_qat",
 ]

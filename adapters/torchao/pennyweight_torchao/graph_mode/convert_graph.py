@@ -35,7 +35,6 @@ from .dequantize_copies import copy_dequantize_per_user, port_metadata
 from .prepare_graph import forbid_train_eval, is_observer, loop_bodies
 from .qat_batch_norm import fold_trained_batch_norms
 from .range_observers import _RangeObserver
-from .reference_arithmetic import use_integer_arithmetic
 
 _STATIC = (
     torch.quint8, torch.qint8, torch.qint32, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.int32,
@@ -44,26 +43,19 @@ _STATIC = (
 _HOW = "replace_observer_with_quantize_dequantize_node"
 
 
-def convert(model: GraphModule, use_reference_representation: bool = False, fold_quantize: bool = True) -> GraphModule:
+def convert(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
     """Convert a calibrated or trained graph of :func:`prepare` or :func:`prepare_qat`, which is changed in place.
 
     Each observer becomes quantize and dequantize, ``torch.ops.quantized_decomposed.*``; dynamic ones get
     choose_qparams before them. Every user of a tensor gets a dequantize of its own. fold_quantize: weights are stored
-    as codes, with dequantize left in the graph. use_reference_representation: products of codes are computed in
-    integers, see ``reference_arithmetic.py``. Observers of weights that did not run run now.
-    Raises ArgumentError if the model is not a graph, ValueError if ``use_reference_representation`` is not a bool.
+    as codes, with dequantize left in the graph. Observers of weights that did not run run now. Raises ArgumentError if
+    the model is not a graph.
     """
-    if not isinstance(use_reference_representation, bool):
-        raise ValueError(
-            "Unexpected argument type for `use_reference_representation`, please make sure you intend to pass argument "
-            f"{use_reference_representation} to convert"
-        )
     if not isinstance(model, GraphModule):
         raise ArgumentError(f"convert: needs a graph from prepare or prepare_qat, got {type(model).__name__}")
     meta = model.meta
     for body in loop_bodies(model):
-        inner = convert(model.get_submodule(body), use_reference_representation, fold_quantize)  # type: ignore[arg-type]
-        setattr(model, body, inner)
+        setattr(model, body, convert(model.get_submodule(body), fold_quantize))  # type: ignore[arg-type]
     _run_weight_observers(model)
     device = the_device(model)
     for node in list(model.graph.nodes):
@@ -77,8 +69,6 @@ def convert(model: GraphModule, use_reference_representation: bool = False, fold
     port_metadata(model)
     if fold_quantize:
         fold_constants(model, _quantizes)
-    if use_reference_representation:
-        use_integer_arithmetic(model)
     model.meta.update(meta)
     forbid_train_eval(model)
     return model

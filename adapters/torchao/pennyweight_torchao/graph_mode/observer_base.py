@@ -41,9 +41,9 @@ class PartialWrapper:
     def __repr__(self) -> str:
         return repr(self.p) + repr(self.callable_args)
 
-    def with_args(self, **kwargs: Any) -> PartialWrapper:
+    def with_args(self, *args: Any, **kwargs: Any) -> PartialWrapper:
         """Bind more arguments."""
-        return bind(self, **kwargs)
+        return bind(self, *args, **kwargs)
 
     def with_callable_args(self, **kwargs: Any) -> PartialWrapper:
         """Bind arguments that are computed for each instance."""
@@ -52,9 +52,9 @@ class PartialWrapper:
         return result
 
 
-def bind(cls_or_self: Any, **kwargs: Any) -> PartialWrapper:
+def bind(cls_or_self: Any, *args: Any, **kwargs: Any) -> PartialWrapper:
     """A factory with arguments bound."""
-    return PartialWrapper(partial(cls_or_self, **kwargs))
+    return PartialWrapper(partial(cls_or_self, *args, **kwargs))
 
 
 def bind_callable(cls_or_self: Any, **kwargs: Any) -> PartialWrapper:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,12 +75,9 @@ def _layer_inputs(layer: Node, config: Config) -> dict[Node, Any]:
 
 
 def _annotate_layers(
-    gm: GraphModule,
-    config: Config,
-    wanted: Filter,
-    is_layer: Callable[[Node], bool],
+    gm: GraphModule, config: Config, filter_fn: Filter = None, *, is_layer: Callable[[Node], bool],
     ends: Callable[[Node], Node | None],
-) -> list[list[Node]]:
+) -> list[list[Node]]:  # fmt: skip
     """Layers with a weight whose pattern ends in ``ends(layer)``, which may be the layer itself."""
     found = []
     for layer in gm.graph.nodes:
@@ -89,7 +87,7 @@ def _annotate_layers(
         inputs = _layer_inputs(layer, config)
         partition = [*dict.fromkeys([end, layer]), *list(inputs)[1:]]
         # a linear layer alone: its weight may be that of another call or module
-        if not _free([layer] if is_layer is _is_linear and end is layer else partition, wanted):
+        if not _free([layer] if is_layer is _is_linear and end is layer else partition, filter_fn):
             continue
         output = get_output_act_qspec(config)
         _note(layer, inputs, output if end is layer else None)
@@ -146,15 +144,9 @@ _LAYERS: dict[str, tuple[Callable[[Node], bool], Callable[[Node], Node | None]]]
 }
 
 
-def _register_layers() -> None:
-    for name, (is_layer, ends) in _LAYERS.items():
-
-        def annotate(
-            gm: GraphModule, config: Config, filter_fn: Filter = None, is_layer: Any = is_layer, ends: Any = ends
-        ) -> list[list[Node]]:
-            return _annotate_layers(gm, config, filter_fn, is_layer, ends)
-
-        OP_TO_ANNOTATOR[name] = annotate
+OP_TO_ANNOTATOR.update(
+    {name: partial(_annotate_layers, is_layer=is_layer, ends=ends) for name, (is_layer, ends) in _LAYERS.items()}
+)
 
 
 def _quantizable_operand(node: Node, gm: GraphModule) -> bool:
@@ -169,13 +161,13 @@ def _quantizable_operand(node: Node, gm: GraphModule) -> bool:
 
 
 def _annotate_binary(
-    gm: GraphModule, config: Config, wanted: Filter, targets: Sequence[Any], relu: bool
+    gm: GraphModule, config: Config, filter_fn: Filter = None, *, targets: Sequence[Any], relu: bool
 ) -> list[list[Node]]:
     """add or mul, alone or followed by relu."""
     found = []
     for node in gm.graph.nodes:
         end = (_relu_after(node) if relu else node) if calls(node, *targets) else None
-        if end is None or not _free(list(dict.fromkeys([end, node])), wanted):
+        if end is None or not _free(list(dict.fromkeys([end, node])), filter_fn):
             continue
         operands = [n for n in node.args[:2] if isinstance(n, Node)]
         if not all(_quantizable_operand(n, gm) for n in operands):
@@ -188,24 +180,9 @@ def _annotate_binary(
     return found
 
 
-@register_annotator("add_relu")
-def _annotate_add_relu(gm: GraphModule, config: Config, filter_fn: Filter = None) -> list[list[Node]]:
-    return _annotate_binary(gm, config, filter_fn, _ADD, relu=True)
-
-
-@register_annotator("add")
-def _annotate_add(gm: GraphModule, config: Config, filter_fn: Filter = None) -> list[list[Node]]:
-    return _annotate_binary(gm, config, filter_fn, _ADD, relu=False)
-
-
-@register_annotator("mul_relu")
-def _annotate_mul_relu(gm: GraphModule, config: Config, filter_fn: Filter = None) -> list[list[Node]]:
-    return _annotate_binary(gm, config, filter_fn, _MUL, relu=True)
-
-
-@register_annotator("mul")
-def _annotate_mul(gm: GraphModule, config: Config, filter_fn: Filter = None) -> list[list[Node]]:
-    return _annotate_binary(gm, config, filter_fn, _MUL, relu=False)
+for _name, _targets in (("add", _ADD), ("mul", _MUL)):
+    OP_TO_ANNOTATOR[_name] = partial(_annotate_binary, targets=_targets, relu=False)
+    OP_TO_ANNOTATOR[f"{_name}_relu"] = partial(_annotate_binary, targets=_targets, relu=True)
 
 
 @register_annotator("gru_io_only")
@@ -259,9 +236,6 @@ def _annotate_cat(gm: GraphModule, config: Config, filter_fn: Filter = None) -> 
         _note(cat, inputs, shared)
         found.append([cat])
     return found
-
-
-_register_layers()
 
 
 def propagate_annotation(model: GraphModule) -> None:

@@ -5,13 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pennyweight.core import stochastic_rounding
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
+from pennyweight.distributed.dtensor import local_tensor, wrap_like
 from pennyweight.optim.quantized_states import StateFormat, read, write_
 from pennyweight.optim.update_rules import adam
 
-from .quantizers import _fp32_to_bf16_sr
+__all__ = ["_fp32_to_bf16_sr", "single_param_adam"]
 
-__all__ = ["single_param_adam"]
+
+def _fp32_to_bf16_sr(_x_f32: Tensor) -> Tensor:
+    """float32 stochastically rounded to bfloat16 with torch's random numbers; the mean of the result is x.
+
+    Values that bfloat16 represents do not change; NaN and inf are kept. A DTensor gives a DTensor.
+    """
+    x = local_tensor(_x_f32)
+    words = torch.randint(0, 1 << 16, x.shape, device=x.device, dtype=torch.int32)
+    return wrap_like(stochastic_rounding.round_to_bfloat16(x, words), _x_f32)
 
 
 @torch.no_grad()

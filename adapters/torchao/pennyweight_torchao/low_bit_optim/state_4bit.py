@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -13,19 +12,16 @@ from torch import Tensor
 from pennyweight.core.formats import DYNAMIC4, LINEAR4, NF4, UFLOAT4, Format
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 
-from .quantizers import create_dynamic_map
 from .state_view import OptimState, format_of
 
 __all__ = ["OptimState4bit", "get_qmap_signed", "get_qmap_unsigned"]
 
 
-@cache
 def get_qmap_signed() -> tuple[float, ...]:
     """The 16 numbers of a first moment."""
-    return tuple(create_dynamic_map(True, 3, 4))
+    return DYNAMIC4.values
 
 
-@cache
 def get_qmap_unsigned() -> tuple[float, ...]:
     """The 16 numbers of a second moment: 1/16 to 1, without zero (Li, Chen and Zhu 2023)."""
     return LINEAR4.values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import ClassVar
 
 import torch
@@ -11,22 +10,19 @@ from torch import Tensor
 from pennyweight.core.formats import DYNAMIC8, DYNAMIC8_FLOAT32, UDYNAMIC8, UFLOAT8
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 
-from .quantizers import create_dynamic_map
 from .state_view import OptimState, format_of
 
 __all__ = ["OptimState8bit", "get_qmap_signed", "get_qmap_unsigned"]
 
 
-@cache
 def get_qmap_signed() -> tuple[float, ...]:
-    """The 256 numbers of a first moment."""
-    return tuple(create_dynamic_map(signed=True))
+    """The 256 numbers of a first moment (Dettmers 2015, dynamic tree)."""
+    return DYNAMIC8_FLOAT32.values
 
 
-@cache
 def get_qmap_unsigned() -> tuple[float, ...]:
     """The 256 numbers of a second moment."""
-    return tuple(create_dynamic_map(signed=False))
+    return UDYNAMIC8.values
 
 
 class OptimState8bit(OptimState):

@@ -10,20 +10,11 @@ from torch import Tensor
 from pennyweight.core.formats import E4M3, UFLOAT8
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 
-from .quantizers import LEAST_SCALE
 from .state_view import OptimState
 
-__all__ = ["OptimStateFp8", "quantize_fp8"]
+__all__ = ["OptimStateFp8"]
 
 DTYPE = torch.float8_e4m3fn
-
-
-def quantize_fp8(input: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """(e4m3 codes, one scale per ``block_size`` neighbours of the flattened tensor): scale = absmax / 448, where absmax
-    is at least 1e-12."""
-    groups = input.view(-1, block_size)
-    scale = groups.abs().amax(-1).clip(LEAST_SCALE) / torch.finfo(DTYPE).max
-    return (groups / scale.view(-1, 1)).to(DTYPE).view(input.shape), scale
 
 
 class OptimStateFp8(OptimState):

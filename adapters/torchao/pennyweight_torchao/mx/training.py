@@ -8,7 +8,6 @@ block does not divide is padded; torchao raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +22,8 @@ from pennyweight.training import Gemm, LowPrecisionLinear, Operand, Recipe
 
 from ..enums import MXGemmKernelChoice, MXLinearRecipeName
 from .checks import check_kernel_choice
-from .inference import MXInferenceLinearConfig
 
-__all__ = ["MXInferenceLinearConfig", "MXLinear", "MXLinearConfig"]
+__all__ = ["MXLinear", "MXLinearConfig"]
 
 
 @dataclass
@@ -110,8 +108,3 @@ class MXLinear(LowPrecisionLinear):
 @register_quantize_module_handler(MXLinearConfig)
 def _mx_linear(module: nn.Module, config: MXLinearConfig) -> nn.Module:
     return MXLinear.from_float(module, config)  # type: ignore[arg-type]
-
-
-# -- swapping layers (0.9) ---------------------------------------------------------------------------------------------
-
-Filter = Callable[[nn.Module, str], bool]

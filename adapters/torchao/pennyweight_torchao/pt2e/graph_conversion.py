@@ -28,8 +28,16 @@ def prepare_qat_pt2e(model: GraphModule, quantizer: Quantizer) -> GraphModule:
 def convert_pt2e(
     model: GraphModule, use_reference_representation: bool = False, fold_quantize: bool = True
 ) -> GraphModule:
-    """:func:`pennyweight_torchao.graph_mode.convert`: quantize and dequantize operators."""
-    return convert_pt2e_graph(model, use_reference_representation, fold_quantize)
+    """:func:`pennyweight_torchao.graph_mode.convert`: quantize and dequantize operators.
+
+    Raises NotImplementedError for ``use_reference_representation=True``: :func:`pennyweight.lower` computes products of
+    codes in integers.
+    """
+    if use_reference_representation:
+        raise NotImplementedError(
+            "convert_pt2e has no use_reference_representation=True; pennyweight.lower(converted) computes in integers"
+        )
+    return convert_pt2e_graph(model, fold_quantize)
 
 
 convert = convert_pt2e

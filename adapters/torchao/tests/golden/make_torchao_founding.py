@@ -161,46 +161,6 @@ def blocked_float8(g, choose, **options):
                 g.call(prim, "_dequantize_affine_float8", codes, scale, w.dtype)
 
 
-def floatx(g):
-    for w in inputs().values():
-        for bits in ((3, 2), (2, 3), (2, 1), (4, 3), (5, 2), (2, 2)):
-            w = w[-3:]  # float16 scales of a zero row are 0 there, and its codes noise
-            scale = g.call(prim, "choose_qparams_affine_floatx", w, *bits)
-            codes = g.call(prim, "quantize_affine_floatx", w, scale, *bits)
-            g.call(prim, "dequantize_affine_floatx", codes, scale, *bits, w.dtype)
-
-
-def solvers(g, options):
-    for w in inputs().values():
-        for nbits, kwargs in options:
-            name = "choose_qparams_and_quantize_affine_hqq"
-            more = {"group_size": 16, "compute_dtype": w.dtype, "device": "cpu", **kwargs}
-            g.call(prim, name, w[1:], nbits, approx=True, **more)
-
-
-def qqq(g, prefix):
-    w = torch.randn(4, 256, generator=torch.Generator().manual_seed(3)).half()
-    for group in (-1, 128):
-        codes, group_scale, channel, _ = g.call(prim, f"{prefix}choose_qparams_and_quantize_affine_qqq", w, 4, group)
-        g.call(prim, f"{prefix}dequantize_affine_qqq", codes, group_scale, channel, 4, group)
-
-
-def old_packing(g):
-    uint4 = importlib.import_module("torchao.dtypes.uintx.uint4_layout")
-    codes = torch.randint(0, 16, (3, 10), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
-    g.call(uint4, "unpack_uint4", g.call(uint4, "pack_uint4", codes))
-
-
-def packing(g, module):
-    module = importlib.import_module(module)
-    codes = torch.randint(0, 128, (8, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
-    for bits in range(1, 8):
-        for dim in (0, -1):
-            shards = g.call(module, "pack", codes % 2**bits, bits, dim)
-            g.call(module, "unpack", shards, bits, dim)
-        g.call(module, "unpack_cpu", g.call(module, "pack_cpu", codes % 2**bits, bits), bits)
-
-
 def groupwise(g):
     for w in inputs().values():
         for n_bit in (2, 4, 8):
@@ -222,12 +182,7 @@ def groupwise(g):
 def per_token(g):
     for w in inputs().values():
         g.call(utils, "per_token_dynamic_quant", w.reshape(2, 2, 32))
-        codes, scale = g.call(utils, "_quantize_activation_per_token_absmax", w.reshape(2, 2, 32))
-        rows, w_scale, zero = g.call(utils, "dynamically_quantize_per_channel", w, -128, 127, torch.int8)
-        g.call(utils, "dequantize_per_channel", rows, w_scale, zero, w.dtype)
-        g.call(utils, "dequantize_per_tensor", rows, w_scale[1], zero[1], w.dtype)
-        if w.dtype is not torch.float16:
-            g.call(utils, "_quant_int8_per_token_matmul", codes, scale, rows.t(), w_scale, w.dtype)
+        g.call(utils, "dynamically_quantize_per_channel", w, -128, 127, torch.int8)
 
 
 def fake(g):
@@ -244,38 +199,20 @@ def observers(g):
     for w in inputs().values():
         seen = [w[1:], w[1:] * 2 - 1]
         for kind in (granularity.PerTensor(), granularity.PerAxis(0), granularity.PerRow(), granularity.PerGroup(16)):
-            for name in ("AffineQuantizedMinMaxObserver", "AffineQuantizedMSEObserver"):
-                for mapping, target in ((M.SYMMETRIC, torch.int8), (M.ASYMMETRIC, torch.uint8)):
-                    options = {"eps": 1e-6, "scale_dtype": torch.float32, "zero_point_dtype": torch.int32}
-                    # mean squared errors: a tie between two ranges may fall either way
-                    approx = "MSE" in name
-                    g.call(observer, name, mapping, target, kind, **options, inputs=seen, approx=approx)
-
-
-def new_solvers(g):
-    for w in inputs().values():
-        for low, high in ((-8, 7), (-2, 1), (-128, 127)):
-            g.call(prim, "_choose_qparams_and_quantize_scale_only_hqq", w, [1, 16], low, high, approx=True)
-        args = {"group_size": 16, "compute_dtype": w.dtype}
-        g.call(prim, "_choose_qparams_and_quantize_scale_only_sinq", w[1:], approx=True, **args)
+            for mapping, target in ((M.SYMMETRIC, torch.int8), (M.ASYMMETRIC, torch.uint8)):
+                options = {"eps": 1e-6, "scale_dtype": torch.float32, "zero_point_dtype": torch.int32}
+                g.call(observer, "AffineQuantizedMinMaxObserver", mapping, target, kind, **options, inputs=seen)
 
 
 def record(g):
     if VERSION == "0.9":
         old_affine(g)
         old_float8(g)
-        floatx(g)
-        solvers(g, ((4, {}), (2, {"raw_output": True}), (8, {"optimize": False}), (4, {"axis": 0, "group_size": 3})))
-        qqq(g, "")
     elif VERSION == "0.12":
         min_max(g)
         blocked_float8(g, "_choose_qparams_affine_float8")
-        qqq(g, "_")
-        old_packing(g)
-        packing(g, "torchao.dtypes.uintx.bitpacking")
     else:
         blocked_float8(g, "_choose_scale_float8", hp_value_lb=0.5, hp_value_ub=3.0)
-        new_solvers(g)
         groupwise(g)
         per_token(g)
         fake(g)

@@ -1,4 +1,4 @@
-"""Write torchao_0.18_moe_training.safetensors: grouped products in MXFP8 with their gradients, and per-group casts.
+"""Write torchao_0.18_moe_training.safetensors: grouped products in MXFP8 with their gradients.
 
 python make_torchao_moe_training.py     # in an environment with torchao 0.18.0; CPU
 """
@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torchao.prototype.moe_training import _to_mxfp8_then_scaled_grouped_mm, utils
-from torchao.prototype.moe_training.kernels.mxfp8.quant import torch_pad_token_groups
+from torchao.prototype.moe_training import _to_mxfp8_then_scaled_grouped_mm
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.quantization.quantize_.common import KernelPreference
 
@@ -28,14 +27,5 @@ for mode in (ScaleCalculationMode.RCEIL, ScaleCalculationMode.FLOOR):
         y.backward(g.bfloat16())
         key = f"mxfp8.{mode.value}.{int(high)}"
         out |= {f"{key}.y": y.detach(), f"{key}.x": a.grad, f"{key}.w": b.grad}
-uneven = torch.tensor([10, 10, 57, 96], dtype=torch.int32)
-for power in (False, True):
-    columns = utils.torch_to_float8_per_group_colwise(x, ends, torch.float8_e4m3fn, power)
-    rows = utils.torch_to_float8_per_group_rowwise(g.t(), ends, torch.float8_e4m3fn, power)
-    cube = utils.torch_to_3d_rowwise_float8_transpose_rhs(w.transpose(-2, -1), torch.float8_e4m3fn, power)
-    for name, (codes, scale) in (("columns", columns), ("rows", rows), ("cube", cube)):
-        out |= {f"{name}.{int(power)}.codes": codes.view(torch.uint8), f"{name}.{int(power)}.scale": scale}
-padded, starts, stops = torch_pad_token_groups(x, uneven, 16)
-out |= {"padded": padded, "starts": starts, "stops": stops}
 path = Path(__file__).parent / "torchao_0.18_moe_training.safetensors"
 save_file({k: v.clone().contiguous() for k, v in out.items()}, path, {"torchao": "0.18.0", "torch": version("torch")})

@@ -239,22 +239,6 @@ def test_bfloat16_graphs_stay_bfloat16() -> None:
     torch.testing.assert_close(graph(x), model(x), atol=0.05, rtol=0.05)
 
 
-@pytest.mark.parametrize("config", [{}, {"is_dynamic": True}])
-def test_integer_arithmetic_gives_the_same(config: dict[str, bool]) -> None:
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(36, 3)
-    )
-    x = torch.randn(2, 3, 5, 5)
-    plain = converted(model, x86(**config), x)
-    integers = converted(model, x86(**config), x, use_reference_representation=True)
-    torch.testing.assert_close(integers(x), plain(x))
-    assert not [t for t in targets(integers) if "quantize_per" in t]
-    products = [n for n in integers.graph.nodes if n.target is torch.ops.aten.linear.default]
-    assert all(n.args[1].args[1] is torch.int32 for n in products)
-    with pytest.raises(ValueError, match="use_reference_representation"):
-        gm.convert(plain, "yes")  # type: ignore[arg-type]
-
-
 def test_graphs_can_be_exported_again_and_copied() -> None:
     model, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(3, 8)
     graph = converted(model, x86(), x, free=True)

@@ -90,15 +90,6 @@ def mx_scales_to_even() -> dict[str, Any]:
     return _mx(torch.float8_e4m3fn, scaling_mode=ScaleCalculationMode.EVEN)
 
 
-@snippet()
-def small_floats_in_bytes() -> dict[str, Any]:
-    from torchao.prototype.custom_fp_utils import _f32_to_floatx_unpacked, _floatx_unpacked_to_f32
-
-    x = normal(4, 16, seed=5)
-    codes = _f32_to_floatx_unpacked(x, 3, 2)
-    return {"codes": codes, "values": _floatx_unpacked_to_f32(codes, 3, 2)}
-
-
 @snippet("0.12")
 def nf4_of_the_older_release() -> dict[str, Any]:
     from torchao.dtypes import to_nf4

@@ -62,31 +62,6 @@ def an_observer_with_arguments() -> dict[str, Any]:
 
 
 @snippet()
-def fixed_qparams() -> dict[str, Any]:
-    from torchao.quantization import PerTensor
-    from torchao.quantization.observer import AffineQuantizedFixedQParamObserver
-    from torchao.quantization.quant_primitives import MappingType
-
-    observer = AffineQuantizedFixedQParamObserver(MappingType.ASYMMETRIC, torch.uint8, granularity=PerTensor())
-    observer.set_qparams(torch.tensor([0.5]), torch.tensor([3]))
-    observer(normal(8, seed=1))
-    return {"qparams": list(observer.calculate_qparams())}
-
-
-@snippet(approx={"scale": 1e-4})
-def least_squares() -> dict[str, Any]:
-    from torchao.quantization import PerAxis
-    from torchao.quantization.observer import AffineQuantizedMSEObserver
-    from torchao.quantization.quant_primitives import MappingType
-
-    observer = AffineQuantizedMSEObserver(
-        MappingType.SYMMETRIC, torch.int8, granularity=PerAxis(0), eps=1e-6, steps=20, run_once=True
-    )
-    observer(normal(4, 32, seed=2))
-    return {"scale": observer.calculate_qparams()[0]}
-
-
-@snippet()
 def an_observed_layer() -> dict[str, Any]:
     """A layer that records the range of its input, then the static scale of that."""
     from torchao.quantization import PerTensor

@@ -153,16 +153,6 @@ def float8_scales_and_codes() -> dict[str, Any]:
 
 
 @snippet()
-def half_quadratic() -> dict[str, Any]:
-    from torchao.quantization.quant_primitives import _choose_qparams_and_quantize_affine_hqq
-
-    codes, scale, zero, _ = _choose_qparams_and_quantize_affine_hqq(
-        normal(8, 64, seed=12), nbits=4, group_size=32, axis=1, compute_dtype=torch.float32, device="cpu"
-    )
-    return {"codes": codes, "scale": scale, "zero": zero}
-
-
-@snippet()
 def tinygemm_numbers() -> dict[str, Any]:
     from torchao.quantization.quant_primitives import (
         MappingType,
@@ -195,12 +185,3 @@ def a_block_that_does_not_divide() -> dict[str, Any]:
 
     call = lambda: choose_qparams_affine(normal(4, 30), MappingType.SYMMETRIC, (1, 32), torch.int8)  # noqa: E731
     return {"error": raised(call) != "nothing"}
-
-
-@snippet("0.12")
-def int4_codes_in_bytes() -> dict[str, Any]:
-    from torchao.dtypes.uintx.bitpacking import pack, unpack
-
-    codes = (torch.arange(64).reshape(4, 16) % 8).to(torch.uint8)
-    packed = pack(codes, 3, dim=-1)
-    return {"same": torch.equal(unpack(packed, 3, dim=-1), codes), "count": len(packed)}

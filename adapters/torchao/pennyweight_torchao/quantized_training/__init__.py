@@ -1,1 +1,0 @@
-"""torchao.prototype.quantized_training: configs, and weights whose products are quantized, over our training."""
