@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..kernels.block import AttentionStep, Heads, Layer, LinearStep, Norm, NormStep, RotaryStep, Steps
 from ..kernels.block_plan import indices
-from .identify import NormForm
+from .query_graph import NormForm
 
 Product = tuple[str, str, bool]  # name of the weight, of the bias or "", whether the weight is stored as [in, out]
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from ..kernels.block import Norm, normalize, rotate
 from ..support.errors import Refusal
 from .examples import Random, zeros
-from .identify import NormForm, close
-from .query_graph import Rows, between, depends, leaves_of, reaches
+from .query_graph import NormForm, Rows, between, close, depends, leaves_of, reaches
 from .trace_block import Graph, Op, Value, replay
 
 

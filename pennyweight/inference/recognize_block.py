@@ -1,8 +1,8 @@
 """Derives the steps of a transformer block from its recorded operations.
 
 Values are followed backward from the output to the products with quantized weights. What lies between two of them is
-identified by computing it again with random values (identify.py, recognize_attention.py), so the result does not depend
-on how the code is written. The caller verifies the steps with a run of the block.
+identified by computing it again with random values (query_graph.py, recognize_attention.py), so the result does not
+depend on how the code is written. The caller verifies the steps with a run of the block.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 from ..kernels.block import AttentionStep, Columns, Heads, LinearStep, NormStep, RotaryStep
 from ..support.errors import Refusal
 from .block_description import CrossPart
-from .identify import activation
-from .query_graph import Rows, between, height, is_move, leaves_of, title
+from .query_graph import Rows, activation, between, height, is_move, leaves_of, title
 from .recognize_attention import Attention, find_attention, heads_of
 from .trace_block import Graph, Op, Value, replay
 
