@@ -18,7 +18,7 @@ from ..kernels.target import check_target, read_target
 from ..planning.parameters import Site, make_site, places
 from ..support.arguments import show
 from ..support.errors import ArgumentTypeError
-from ..support.html_table import html_table
+from ..support.tables import html_table
 from .fused_module import FusedModule
 
 Device = torch.device | str | None

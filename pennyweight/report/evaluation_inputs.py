@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..io.config_files import read_config, read_side_json
-from ..io.detect_format import find_gguf
+from ..io.detect_format import find_gguf, model_folder
 from ..io.loading import load
 from ..io.meta_model import fresh_model
-from ..io.model_folder import model_folder
 from ..support.extras import install
 
 BATCH, LENGTH, LIMIT = 8, 256, 64
