@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.formats import E4M3, E5M2
@@ -93,7 +94,7 @@ def static_of(act: ActivationSpec, dtype: torch.dtype) -> Static | str:
 
 
 @lru_cache(maxsize=1024)
-def _options(static: Static, k: int, values: bool, per_row: bool, native: bool) -> dict[str, Any]:
+def _options(static: Static, k: int, values: bool, norm: bool, per_row: bool, native: bool) -> dict[str, Any]:
     """The kernel's arguments that are known while it is compiled."""
     import triton.language as tl
 
@@ -102,7 +103,7 @@ def _options(static: Static, k: int, values: bool, per_row: bool, native: bool) 
     return {
         "PARAMS": static.params, "KIND": static.kind, "DIVISOR": static.divisor, "LO": static.lo, "HI": static.hi,
         "MANTISSA": static.mantissa, "BIAS": static.bias, "LAST": static.last, "HAS_Z": static.zero_point,
-        "VALUES": values, "NATIVE": native and static.code_dtype is torch.float8_e4m3fn and not values,
+        "VALUES": values, "NATIVE": native and static.code_dtype is torch.float8_e4m3fn and not values, "NORM": norm,
         "PER_ROW": per_row, "LOOP": loop, "B": width, "num_warps": min(16, max(1, width // 512)),
         "T": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[static.dtype],
     }  # fmt: skip
@@ -110,13 +111,13 @@ def _options(static: Static, k: int, values: bool, per_row: bool, native: bool) 
 
 def launch(
     x: Tensor, static: Static, given: tuple[Tensor, Tensor | None] | None = None, *, values: bool = False,
-    target: str | None = None,
+    norm: Tensor | None = None, eps: float = 0.0, target: str | None = None,
 ) -> Parts:  # fmt: skip
     """codes [M, K] and scale (zero point) [M, 1] or [1, 1] of checked arguments; with ``values`` the dequantized
     numbers in place of codes, without parameters.
 
-    given   stored scale and zero point
-    target  of x's device, by default
+    given         stored scale and zero point; norm, eps: of an RMSNorm before
+    target        of x's device, by default
     """
     from .quantize_kernel import quantize_rows
 
@@ -135,8 +136,8 @@ def launch(
     # sm_89 has the conversion too, but in two roundings
     native = capability(target_of(x.device) if target is None else target) >= 90
     quantize_rows[(m,)](
-        x, flat, scale, scale if zero is None else zero, lo, hi, k, static.floor, static.limit,
-        **_options(static, k, values, scale.numel() > 1, native),
+        x, flat, scale, scale if zero is None else zero, lo, hi, x if norm is None else norm, k, static.floor,
+        static.limit, eps, **_options(static, k, values, norm is not None, scale.numel() > 1, native),
     )  # fmt: skip
     return Parts(out) if values else Parts(out, scale, zero)
 
@@ -182,6 +183,20 @@ def fake_quantized(
     if not x.numel():
         return x.clone()
     return launch(x, static, _given(x, static, scale, zero_point), values=True).codes
+
+
+def rms_norm_encode(x: Tensor, weight: Tensor, eps: float, act: ActivationSpec) -> Parts:
+    """Parts of rms_norm(x) weight, normalized in float32 and rounded once to x's dtype, under a dynamic activation.
+
+    x: [M, K] as for :func:`encode`; weight: [K]. One pass for rows of up to 16384 columns on a GPU with proven kernels,
+    else torch's ops. Its scales may differ from those of torch.nn.functional.rms_norm in the last place, because the
+    sum of squares is added in another order.
+    """
+    static = static_of(act, x.dtype)
+    if not isinstance(static, Static) or static.params != "row" or x.shape[1] > WIDEST or not usable(x, act):
+        return activation.encode_activation(F.rms_norm(x, (x.shape[1],), weight, eps), act, None, None)
+    floats = gpu_arguments.aligned(weight, "weight", FLOATS, (x.shape[1],), x.device)
+    return launch(x, static, norm=floats, eps=eps)
 
 
 def usable(x: Tensor, act: ActivationSpec) -> bool:

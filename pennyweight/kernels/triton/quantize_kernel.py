@@ -124,10 +124,10 @@ def write(
 
 @triton.jit
 def quantize_rows(
-    x_ptr, q_ptr, s_ptr, z_ptr, lo_ptr, hi_ptr, K, floor, limit,
+    x_ptr, q_ptr, s_ptr, z_ptr, lo_ptr, hi_ptr, g_ptr, K, floor, limit, eps,
     PARAMS: tl.constexpr, KIND: tl.constexpr, DIVISOR: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
     MANTISSA: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr, HAS_Z: tl.constexpr, VALUES: tl.constexpr,
-    NATIVE: tl.constexpr, PER_ROW: tl.constexpr, LOOP: tl.constexpr, T: tl.constexpr,
+    NATIVE: tl.constexpr, NORM: tl.constexpr, PER_ROW: tl.constexpr, LOOP: tl.constexpr, T: tl.constexpr,
     B: tl.constexpr,
 ):  # fmt: skip
     """Codes q and scale s (zero point z) of each row of x [M, K]; one program per row.
@@ -139,6 +139,7 @@ def quantize_rows(
     floor, limit  least and greatest scale
     VALUES   whether q gets (code - z) s in T instead of codes (int8, or uint8 for floats)
     NATIVE   whether the device converts to e4m3 itself
+    NORM     x is divided by sqrt(mean(x**2) + eps), multiplied with g [K] and rounded to T before; without LOOP
     LOOP     whether a row is longer than B columns: then it is read twice, the second time from the L2 cache
     """
     row = tl.program_id(0).to(tl.int64)
@@ -148,6 +149,9 @@ def quantize_rows(
     out = q_ptr + row * K
     if not LOOP:
         x = widen(tl.load(xs + k, mask=k < K, other=0.0))
+        if NORM:
+            x = x * tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, 0) / K + eps))
+            x = rounded(x * widen(tl.load(g_ptr + k, mask=k < K, other=0.0)), T)
     if PARAMS == "given":
         s = tl.load(s_ptr + at)
         zero = 0.0

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.formats import E4M3, E5M2, INT8
@@ -58,13 +59,13 @@ def _nothing(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _quantizes(
-    act: ActivationSpec, dtype: torch.dtype, m: int, k: int, values: bool = False
-) -> Callable[[str], object]:
+def _quantizes(act: ActivationSpec, dtype: torch.dtype, m: int, k: int, **options: bool) -> Callable[[str], object]:
     def launches(target: str) -> object:
         given = (_nothing(1, 1, dtype=FULL), None) if act.mode == "static" else None
+        norm = _nothing(k, dtype=dtype) if options.get("norm") else None
+        values = options.get("values", False)
         x = _nothing(m, k, dtype=dtype)
-        return quantize.launch(x, _static(act, dtype), given, values=values, target=target)
+        return quantize.launch(x, _static(act, dtype), given, values=values, norm=norm, eps=1e-6, target=target)
 
     return launches
 
@@ -145,6 +146,19 @@ def _values(act: ActivationSpec, dtype: torch.dtype, m: int, k: int) -> Case:
         return difference(quantize.fake_quantized(x.to(device), act), quantize_activation(x, act, None, None), "values")
 
     return quantize.family(act), check, _quantizes(act, dtype, m, k, values=True)
+
+
+def _norm(act: ActivationSpec, dtype: torch.dtype, m: int, k: int) -> Case:
+    def check(device: torch.device) -> str | None:
+        x = numbers(m, k, dtype, special=False)
+        weight = numbers(1, k, dtype)[0]
+        wanted = encode_activation(F.rms_norm(x.float(), (k,), weight.float(), 1e-6).to(dtype), act, None, None)
+        found = quantize.launch(x.to(device), _static(act, dtype), norm=weight.to(device), eps=1e-6)
+        a, b = (p.codes.cpu().double() * p.scale.cpu().double() for p in (found, wanted))
+        error = float((a - b).norm() / b.norm())  # the last place of a normalized number may move it to the next code
+        return None if error < 4e-3 else f"relative error {error:.1e}"
+
+    return quantize.family(act), check, _quantizes(act, dtype, m, k, norm=True)
 
 
 def _int8(
@@ -243,6 +257,7 @@ def _quantizing(full: bool) -> Iterator[Check]:
     yield case("e4m3, dequantized", _values(E4M3_TOKEN, BF16, 9, 256))
     yield case("int8, static", _codes(ActivationSpec(QuantSpec(INT8, None), "static"), BF16, 3, 100))
     yield case("e4m3, long rows", _codes(E4M3_TOKEN, BF16, 5, 20001))
+    yield case("RMSNorm, int8", _norm(INT8_TOKEN, BF16, 5, 1000))
     if not full:
         return
     for f in (INT8, E4M3, E5M2):
@@ -257,3 +272,4 @@ def _quantizing(full: bool) -> Iterator[Check]:
                     yield case(f"{name}, long rows", _codes(act, dtype, 7, 16400))
     for dtype in (HALF, FULL):
         yield case(f"zero points, {dtype}", _codes(ZERO_POINT, dtype, 9, 256))
+        yield case(f"RMSNorm, e4m3, {dtype}", _norm(E4M3_TOKEN, dtype, 5, 4096))

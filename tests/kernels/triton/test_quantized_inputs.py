@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from pennyweight.core.formats import E4M3, E5M2, INT4, INT8, UINT8
 from pennyweight.core.spec import INT8_ROW, ActivationSpec, QuantSpec
@@ -137,6 +138,9 @@ def test_torch_quantizes_where_the_kernel_does_not_run() -> None:
     found, wanted = quantize.quantized(x, act, None, None), encode_activation(x, act, None, None)
     assert torch.equal(found.codes, wanted.codes)
     assert torch.equal(found.scale, wanted.scale)
+    weight = torch.rand(64, dtype=BF16)
+    found = quantize.rms_norm_encode(x, weight, 1e-6, act)
+    assert torch.equal(found.codes, encode_activation(F.rms_norm(x, (64,), weight, 1e-6), act, None, None).codes)
 
 
 @needs_triton
