@@ -81,7 +81,7 @@ def line(error: Exception) -> str:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
         text = str(error) or type(error).__name__
-    return _ARGUMENT.sub(lambda found: _OPTIONS[found[1]], " ".join(text.split()))
+    return " ".join(_ARGUMENT.sub(lambda found: _OPTIONS[found[1]], text).split())
 
 
 # -- tables for terminals and pipes ------------------------------------------------------------------------------------

@@ -31,6 +31,10 @@ CASES: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "eval": (("{float}", "{small}", "--text", "{text}"), {"kl", "perplexity", "top1", "layers", "bits_per_weight"}),
     "report": (("{small}", "-o", "{new}.html"), {"file", "file_bytes", "models", "leaderboard", "command"}),
     "verify": (("{small}",), {"ok", "kind", "rows", "kl", "error", "top1", "bound"}),
+    "generate": (
+        ("{small}", "--prompt", "the cat", "--max-new-tokens", "3", "--no-fuse"),
+        {"prompt", "text", "tokens", "prompt_tokens", "first_token_seconds", "seconds", "tokens_per_second", "stopped"},
+    ),
     "doctor": ((), {"healthy", "versions", "cpu", "kernels", "problems"}),
 }
 
