@@ -22,7 +22,7 @@ if HOSTED:
 project = "Pennyweight"
 author = copyright = "The Pennyweight authors"
 version = release = facts.VERSION
-exclude_patterns = ["site_tools", "notebooks/files"]
+exclude_patterns = ["site_tools", "notebooks/files", *facts.REPOSITORY_ONLY]
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
