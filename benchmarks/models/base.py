@@ -29,7 +29,6 @@ class Case:
              file to file  from the float file to the quantized one
     batch    sequences or images
     cache    "plain" or "int8": keys and values
-    wanted   by bits: the speed wanted, relative to the fastest peer at the same bits
     """
 
     name: str
@@ -38,7 +37,6 @@ class Case:
     batch: int = 1
     tokens: int = 0
     cache: str = "plain"
-    wanted: tuple[tuple[int, float], ...] = ()
 
 
 class Bound(Protocol):

@@ -1,5 +1,5 @@
-"""Links of a page to a file that is no page of the site: to the repository. Links to CONTRIBUTING.md and others: to their
-pages.
+"""Links of a page to a file that is no page of the site: to the repository. Links to CONTRIBUTING.md and others: to
+their pages.
 
 A page links ``../examples/first_model.py`` by its relative path, so that the link works where the repository is hosted.
 """
