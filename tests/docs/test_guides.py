@@ -141,6 +141,15 @@ def test_the_extras_are_those_of_the_package() -> None:
     assert sorted(shown) == sorted(project["optional-dependencies"])
 
 
+@pytest.mark.parametrize("page", ["install", "faq", "platforms"])
+def test_the_releases_of_torch_are_those_of_the_package(page: str) -> None:
+    """Each of the pages names the range, once, as pyproject.toml has it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    low, high = re.findall(r"torch>=2\.(\d+),<2\.(\d+)", " ".join(project["dependencies"]))[0]
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    assert (text.count(f"2.{low} to 2.{int(high) - 1}") == 1) or f"torch>=2.{low},<2.{high}`" in text
+
+
 def test_the_environment_variables_are_those_of_the_code() -> None:
     """Those that a user sets: listed in support/environment.py, or read by setup.py. No other file reads one."""
     files = [*ROOT.glob("pennyweight/**/*.py"), ROOT / "setup.py"]
