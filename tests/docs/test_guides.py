@@ -49,6 +49,11 @@ def name_of(page: Path) -> str:
     return page.relative_to(DOCS).with_suffix("").as_posix()
 
 
+def shape_of(line: str) -> str:
+    """A line of output without its figures and the widths that depend on them."""
+    return re.sub(r"[\s━─]+", " ", re.sub(r"\d+(\.\d+)?(e-\d+)?", "0", line)).strip()
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder to work in, without a network."""
@@ -61,15 +66,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.filterwarnings("ignore::pennyweight.PerformanceWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_the_page_runs_from_top_to_bottom(page: Path, here: Path) -> None:
+def test_the_page_runs_from_top_to_bottom(page: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a page shows as output was printed before it; figures may differ, and without native kernels all of it."""
     for package in NEEDS.get(name_of(page), ()):
         pytest.importorskip(package)
     if name_of(page) in NATIVE and library.available() is not True:
         pytest.skip(str(library.available()))
     names: dict[str, Any] = {"__name__": "page"}
-    ran = 0
+    ran, printed = 0, set[str]()
     for fence in fences(page):
-        if fence.language == "python":
+        printed |= {shape_of(line) for line in capsys.readouterr().out.splitlines()}
+        if fence.language == "text" and library.available() is True:
+            assert {shape_of(line) for line in fence.text.splitlines()} - printed - {"", "..."} == set(), fence.line
+        elif fence.language == "python":
             code = "\n" * (fence.line - 1) + fence.text  # so that a traceback has the line of the page
             exec(compile(code, str(page), "exec"), names)
             ran += 1
