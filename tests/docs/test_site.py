@@ -65,7 +65,7 @@ def navigation(page: Path) -> set[Path]:
     """The pages that the toctrees of a page list; patterns expanded."""
     text = page.read_text(encoding="utf-8")
     name = page.relative_to(DOCS).with_suffix("").as_posix()
-    entries = [page_lists.BELOW[name]] if name in page_lists.BELOW and "{toctree}" not in text else []
+    entries = page_lists.below(page) if name in page_lists.BELOW else []
     for block in re.findall(r"^```\{toctree\}\n(.*?)^```$", text, re.M | re.S):
         entries += [line for line in block.splitlines() if line and not line.startswith(":")]
     for block in re.findall(r"^\.\. toctree::\n((?:[ ]+.*\n|\n)+)", text, re.M):
@@ -87,6 +87,16 @@ def test_every_page_is_in_the_navigation() -> None:
     pages = {page for page in pages if page.relative_to(DOCS.resolve()).parts[0] not in outside}
     assert not {page for page in reached if page.relative_to(DOCS.resolve()).parts[0] in project.REPOSITORY_ONLY}
     assert pages - reached == set()
+
+
+def test_lists_have_the_order_of_the_page_above() -> None:
+    guides = page_lists.below(DOCS / "guides" / "index.md")
+    assert guides[:2] == ["choose_scheme", "per_layer"]
+    assert set(guides) == {path.stem for path in DOCS.glob("guides/*.md")} - {"index"}
+    source = ["[b](tutorials/qat.md) [a](tutorials/my_dtype.md)\n\ntutorials/*\n"]
+    page_lists.add(None, "tutorials", source)
+    assert source[0].split("\n")[2:4] == ["tutorials/qat", "tutorials/my_dtype"]
+    assert len(source[0].split("\n")) == 3 + len(list(DOCS.glob("tutorials/*.md")))
 
 
 def title(page: Path) -> str:
