@@ -65,6 +65,7 @@ intersphinx_mapping = (
 # Theme
 html_theme = "pydata_sphinx_theme"
 html_title = "Pennyweight"
+templates_path = ["_templates"]
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_favicon = "_static/logo.svg"
