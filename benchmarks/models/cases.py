@@ -17,6 +17,10 @@ def _llama(name: str, task: str, tokens: int, batch: int = 1, cache: str = "plai
     return Case(f"Llama 0.85B, {name}", "llama", task, batch, tokens, cache)
 
 
+def _smollm2(name: str, task: str, tokens: int, batch: int = 1) -> Case:
+    return Case(f"SmolLM2-135M, {name}", "smollm2", task, batch, tokens)
+
+
 CASES = [
     _encoder(1, 16),
     _encoder(1, 128),
@@ -27,6 +31,12 @@ CASES = [
     *_images("MobileNetV2", "mobilenet_v2"),
     Case("ViT-B/16", "vit"),
     Case("Whisper-tiny encoder", "whisper"),
+    _smollm2("prompt of 128", "prompt", 128),
+    _smollm2("prompt of 512", "prompt", 512),
+    _smollm2("decode at 128", "decode", 128),
+    _smollm2("decode at 128, 8 sequences", "decode", 128, batch=8),
+    _smollm2("generate 32 tokens", "generate", 128),
+    _smollm2("load and first token", "first token", 1),
     _llama("prompt of 128", "prompt", 128),
     _llama("prompt of 2048", "prompt", 2048),
     _llama("decode at 128", "decode", 128),
@@ -37,8 +47,8 @@ CASES = [
     Case("Llama 0.85B, file to file", "llama", "file to file"),
 ]
 MODELS = list(dict.fromkeys(c.model for c in CASES))
-TRAINED = ("minilm",)  # the others have random weights
-LANGUAGE = ("llama",)
+LANGUAGE = ("llama", "smollm2")
+TRAINED = ("minilm", "smollm2")  # the others have random weights
 TRANSFORMERS = ("minilm", "vit", "whisper")
 CONVOLUTIONAL = ("resnet18", "resnet50", "mobilenet_v2")
 

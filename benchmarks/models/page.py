@@ -21,16 +21,15 @@ CALM = 0.05
 METHOD = """\
 Method: {rounds} rounds. Each round runs every way and every limit once, one process at a time, each with the same
 number of threads; a visit takes {visit_ms:g} ms or one call, its figure is the median of its calls, and the second
-best visit counts. MiniLM is the trained all-MiniLM-L6-v2, batch x tokens of text without padding; the other models
-have their published shapes and random weights, so their times are real and their errors are not those of trained
-models. Float around the layers is float32, in the language model bfloat16.
-onnxruntime and OpenVINO run torch's own ONNX export, quantized by their own tools: per-channel int8 with dynamic
-inputs, nncf's int8 weights, for convolutions static int8 calibrated on 32 images. OpenVINO's default float is
-bfloat16 on this processor where it has it. The language model has 0.85 B parameters (hidden 2048, 16 layers, ffn
-5632, 32 heads, 8 key-value heads, vocabulary 32000) and runs in transformers; llama.cpp through llama-cpp-python.
-Decoding is at the context named, the head is computed for the last token only. "Load and first token": from a file in
-the page cache to the logits after one token, with the libraries imported before. "File to file": from the bfloat16
-file to the quantized one.
+best visit counts. MiniLM is all-MiniLM-L6-v2, batch x tokens of text without padding; all models have their published
+shapes. With random weights times are those of the model, errors are not those of a trained one. Float around the
+layers is float32, in the language model bfloat16. onnxruntime and OpenVINO run torch's own ONNX export, quantized by
+their own tools: per-channel int8 with dynamic inputs, nncf's int8 weights, for convolutions static int8 calibrated on
+32 images. OpenVINO's default float is bfloat16 on this processor where it has it. Llama 0.85B (hidden 2048, 16
+layers, ffn 5632, 32 heads, 8 key-value heads, vocabulary 32000) runs in transformers; llama.cpp through
+llama-cpp-python. Decoding is at the context named, the head is computed for the last token only. "Load and first
+token": from a file in the page cache to the logits after one token, with the libraries imported before. "File to
+file": from the bfloat16 file to the quantized one.
 
 Error: mean |difference| / mean |float| of the last hidden state, of the logits for images and the language model
 (random weights amplify it). A way above its bound has no time. Of the limit: the time to read all weights of linear

@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.arithmetic import steady
 
 from .costs import limit_seconds
+from .llama import GENERATED
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Row:
 
 
 def units(case: dict[str, Any]) -> int:
-    """What a step yields: tokens of a prompt or of decoding sequences, texts, images; else 1."""
-    return case["batch"] * (case["tokens"] if case["task"] == "prompt" else 1)
+    """What a step yields: tokens of a prompt, of decoding or generated sequences, texts, images; else 1."""
+    return case["batch"] * {"prompt": case["tokens"], "generate": GENERATED}.get(case["task"], 1)
 
 
 def is_ours(name: str) -> bool:

@@ -83,19 +83,19 @@ def test_inputs_are_kept_by_case(tmp_path):
 
 
 def test_the_language_model_costs_its_weights_once_a_token_and_its_cache():
-    blocks, head = llama.linear_elements()
+    blocks, head = llama.SHAPES["llama"].linear_elements()
     assert (blocks, head) == (721_420_288, 65_536_000)
     decode = Case("", "llama", "decode", 8, 4096)
-    cost = costs.of_llama(decode)
+    cost = costs.of_language(decode)
     assert cost["linear"] == 2 * 8 * (blocks + head)
     assert cost["weights"] == blocks + head
     assert cost["cache_bytes"] == 8 * 4096 * 2 * 16 * 512 * 2
-    assert costs.of_llama(dataclasses.replace(decode, cache="int8"))["cache_bytes"] == cost["cache_bytes"] / 2
-    prompt = costs.of_llama(Case("", "llama", "prompt", 1, 128))
+    assert costs.of_language(dataclasses.replace(decode, cache="int8"))["cache_bytes"] == cost["cache_bytes"] / 2
+    prompt = costs.of_language(Case("", "llama", "prompt", 1, 128))
     assert prompt["linear"] == 2 * (blocks * 128 + head)
     assert prompt["attention"] == 4 * 16 * 2048 * 128 * 129 / 2
     assert prompt["cache_bytes"] == 0
-    assert costs.of_llama(Case("", "llama", "first token", 1, 1))["linear"] == 2 * (blocks + head)
+    assert costs.of_language(Case("", "llama", "first token", 1, 1))["linear"] == 2 * (blocks + head)
 
 
 def test_sequences_have_different_tokens_of_the_vocabulary():
