@@ -114,7 +114,7 @@ def test_the_card_of_a_pushed_model(hub: Hub, tmp_path: Path) -> None:
     pw.quantize_(model, "int4")
     first = pushed(model, tags=["mine"])
     assert (first.data.base_model, first.data.license) == ("org/float", "apache-2.0")
-    assert first.data.tags == ["pennyweight", "quantized", "uint4", "mine"]
+    assert first.data.tags == ["pennyweight", "quantized", "int4", "mine"]
     config = pw.PennyweightConfig("int8")
     model = AutoModelForCausalLM.from_pretrained("org/float", quantization_config=config)
     second = pushed(model)  # a generated card is replaced, its tags are kept
