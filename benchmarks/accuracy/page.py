@@ -28,13 +28,14 @@ their inputs, the model is evaluated with the tool's own layers.
 - **Bits** are 8 x bytes of all data stored for the layers' weights (codes, scales, zero points, tables, factors)
   divided by the number of weights; ours are counted, those of other tools follow from the formula below.
 - **KL** is the KL divergence of the float model's and the quantized model's distribution, in nats, mean over positions.
-- **x T** is the ratio to T, round to nearest by torchao: {references}.
+- **x T** is the ratio to T, round to nearest by torchao:
+  {references}.
 - Intervals are 95 %, bootstrapped with {resamples} draws of sequences (not positions), the same
   draws for both sides of a ratio.
 - Calibration and evaluation data are different: of smollm2 they have different sources, of the others they are
   different files of the standard library of Python; lm is trained on a third set. Everything runs on one thread with
   fixed seeds.
-- **s** are seconds to quantize. {seconds}
+- **s** are seconds to quantize; of other tools, reading their weights back is included. {seconds}
 
 [accuracy.md](accuracy.md) has language models and an embedder, [accuracy-nets.md](accuracy-nets.md) the embedder
 calibrated on more texts, and image classifiers."""

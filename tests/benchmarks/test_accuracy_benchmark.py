@@ -333,7 +333,7 @@ def _row(family, name, bits, kl, subject="lm", **fields):
     per_sequence = [kl * (1 + 0.1 * i) for i in range(8)]
     measures = KINDS[SUBJECTS[subject][0]].measures
     values = {"kl": sum(per_sequence) / 8, "kl p99": 2 * kl, "flips": 0.01, "1-cos": kl, "1-cos p99": kl,
-              "spearman": 0.99, "top-10 overlap": 0.9}  # fmt: skip
+              "spearman": 0.99, "top-10 overlap": 0.9, "perplexity": 21.0, "float perplexity": 20.0}  # fmt: skip
     return {"subject": subject, "digest": "d", "family": family, "name": name, "bits": bits, "seconds": 1.0,
             "inputs": "", "note": "", "date": "2026-01-01", "versions": {"torch": "2"},
             "figures": {"per_sequence": dict.fromkeys(measures, per_sequence), "values": values}} | fields  # fmt: skip
@@ -394,6 +394,31 @@ def test_a_page_says_which_tools_have_no_row(tmp_path):
     assert "- gptqmodel, auto-round: none of their rows supports this kind of model" in told
     assert "ggml: not run on this model" in told
     assert "torchao" not in told
+
+
+def test_a_page_has_its_models_and_what_was_measured_before(tmp_path):
+    results = Results()
+    for row in (
+        _row("pennyweight", "int4 g64", 4.25, 0.002, subject="smollm2", clock="process"),
+        _row(*reference_of("smollm2"), 4.5, 0.004, subject="smollm2", clock="process"),
+        _row("pennyweight", "int8", 8.1, 0.002, subject="minilm-2048"),
+    ):
+        results.add(row)
+    page.write(results, tmp_path / "accuracy.md")
+    text = (tmp_path / "accuracy.md").read_text()
+    assert text.index("## smollm2: ") < text.index("\n## lm: ")
+    assert "minilm-2048:" not in text
+    assert "smollm2: processor time" in text
+    assert "| **pennyweight int4 g64** | 4.250 | 0.0027 |" in text
+    assert "| 0.500 | 0.5 to 0.5 | 0.004 | 1.00 | 21.000 | 1 |" in text
+    assert "| lm-out | the same function" in text
+    assert "128 does not divide rows of 576" in text
+    assert "- pennyweight: int4 g64 zero point, " in text
+    page.write(results, tmp_path / "accuracy-nets.md")
+    text = (tmp_path / "accuracy-nets.md").read_text()
+    assert "## minilm-2048: " in text
+    assert "## smollm2: " not in text
+    assert "minilm-2048: elapsed time" in text
 
 
 def test_sequences_are_put_together_in_larger_batches():
@@ -511,6 +536,8 @@ def _tokens(text, **_):
 
 def test_smollm2_is_calibrated_and_evaluated_on_different_text(monkeypatch):
     pytest.importorskip("diffusers")  # READMEs of installed packages
+    some = corpus.docstrings("calibration")
+    monkeypatch.setattr(corpus, "docstrings", lambda name: some if name == "calibration" else ())  # train is large
     evaluated = smollm2.evaluation(_tokens, 16, 32)
     assert evaluated.shape == (16, 32)
     assert len({tuple(w.tolist()) for w in evaluated}) == 16
