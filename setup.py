@@ -293,4 +293,6 @@ if __name__ == "__main__":  # tests import the flags and the functions
         depends=[str(p) for p in sorted(SOURCE.glob("*"))],
         optional=os.environ.get("PENNYWEIGHT_NATIVE") != "1",
     )
-    setup(ext_modules=[native], cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel}, **metadata())
+    wanted = os.environ.get("PENNYWEIGHT_NATIVE") != "0"  # without it the wheel is one for any platform
+    commands = {"build_ext": BuildNative, "bdist_wheel": Wheel}
+    setup(ext_modules=[native] if wanted else [], cmdclass=commands, **metadata())

@@ -21,7 +21,7 @@ SUMMARY = """\
 Speeds are relative; above 1 pennyweight is faster. Each entry is the geometric mean over all cells, then the smallest
 cell. The fastest peer is chosen among those with the same bits per code, with any activations, scales and dtypes. The
 next column counts only peers with the same input quantization (int8 or none). Formats without a peer are compared with
-bf16 only. Targets are in brackets."""
+bf16 only."""
 
 PICTURE = """\
 Geometric mean over the shapes; the band is minimum to maximum. Dashed: the fastest peer of each cell."""
@@ -48,5 +48,5 @@ Reasons:
   onnxruntime at level 4): half the work, and an input error that a weight-only config does not have.
 - At one row memory is the limit, and the fastest peers reach it too; the remaining gains are the bytes of the scales
   and pages of 2 MB. Reading a weight of 1536 x 1536 takes 30 to 60 µs, of which the call takes 7.
-- From 64 rows int8-dynamic reaches 0.85 to 0.93 of the processor's int8 peak, and so do fbgemm and oneDNN: the
-  processor cannot be a quarter faster than the fastest peer."""
+- From 64 rows int8-dynamic reaches 0.85 to 0.93 of the processor's int8 peak, and so do fbgemm and oneDNN: no
+  library can be much faster there."""

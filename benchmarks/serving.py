@@ -85,7 +85,7 @@ def models(folder: Path) -> dict[str, Path]:
 
     base = folder / "bfloat16"
     if not (base / "config.json").exists():
-        llama.write(base)
+        llama.write("llama", base)
         tokenizer(base)
     mixed = pw.FqnToConfig(
         {"re:.*(v_proj|down_proj)": pw.Int4WeightOnlyConfig(64), "lm_head": pw.Int8WeightOnlyConfig(),

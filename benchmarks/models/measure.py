@@ -104,7 +104,7 @@ class Measurement:
                 self._ask(way, "unbind")
         # A case that a way cannot do is not the next one's fault
         self.failed = {w: why for w, why in self.failed.items() if w in before or w not in self.built}
-        row = {**asdict(case), "wanted": dict(case.wanted), "cost": cost, "limits": limits, "others": others,
+        row = {**asdict(case), "cost": cost, "limits": limits, "others": others,
                "results": results}  # fmt: skip
         self.plan.say(row, f"{case.name}: done")
         return row

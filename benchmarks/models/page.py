@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.tables import limits_of, machine_of, markdown
 
+from .cases import TRAINED
 from .costs import describe
 from .rows import Row, Verdict, rows_of, verdicts
 
@@ -20,15 +21,15 @@ CALM = 0.05
 METHOD = """\
 Method: {rounds} rounds. Each round runs every way and every limit once, one process at a time, each with the same
 number of threads; a visit takes {visit_ms:g} ms or one call, its figure is the median of its calls, and the second
-best visit counts. MiniLM is the trained all-MiniLM-L6-v2, batch x tokens of text without padding; the other models
-have their published shapes and random weights. Float around the layers is float32, in the language model bfloat16.
-onnxruntime and OpenVINO run torch's own ONNX export, quantized by their own tools: per-channel int8 with dynamic
-inputs, nncf's int8 weights, for convolutions static int8 calibrated on 32 images. OpenVINO's default float is
-bfloat16 on this processor where it has it. The language model has 0.85 B parameters (hidden 2048, 16 layers, ffn
-5632, 32 heads, 8 key-value heads, vocabulary 32000) and runs in transformers; llama.cpp through llama-cpp-python.
-Decoding is at the context named, the head is computed for the last token only. "Load and first token": from a file in
-the page cache to the logits after one token, with the libraries imported before. "File to file": from the bfloat16
-file to the quantized one.
+best visit counts. MiniLM is all-MiniLM-L6-v2, batch x tokens of text without padding; all models have their published
+shapes. With random weights times are those of the model, errors are not those of a trained one. Float around the
+layers is float32, in the language model bfloat16. onnxruntime and OpenVINO run torch's own ONNX export, quantized by
+their own tools: per-channel int8 with dynamic inputs, nncf's int8 weights, for convolutions static int8 calibrated on
+32 images. OpenVINO's default float is bfloat16 on this processor where it has it. Llama 0.85B (hidden 2048, 16
+layers, ffn 5632, 32 heads, 8 key-value heads, vocabulary 32000) runs in transformers; llama.cpp through
+llama-cpp-python. Decoding is at the context named, the head is computed for the last token only. "Load and first
+token": from a file in the page cache to the logits after one token, with the libraries imported before. "File to
+file": from the bfloat16 file to the quantized one.
 
 Error: mean |difference| / mean |float| of the last hidden state, of the logits for images and the language model
 (random weights amplify it). A way above its bound has no time. Of the limit: the time to read all weights of linear
@@ -42,11 +43,11 @@ REALTIME = "\n\nVisits took precedence over other processes of the machine (`--r
 
 SUMMARY = """\
 The fastest peer, and at the same bits of a weight our fastest way whose error is at most 1.1 times the peer's (our
-fastest way, if none is). Above 1, pennyweight is faster; in brackets the ratio wanted."""
+fastest way, if none is). "x peer", "x float": above 1, pennyweight is faster. "of the limit": of the speed that the
+machine allows."""
 
 PICTURE = """\
-Left: speed relative to the fastest peer at the same bits, with the ratio wanted. Right: fraction of the model's own
-limit."""
+Left: speed relative to the fastest peer at the same bits. Right: fraction of the model's own limit."""
 
 EVERY = "Milliseconds of a call (a prompt, a token of every sequence, a batch)."
 
@@ -84,9 +85,6 @@ def _short(value: Any) -> Any:
 def section(d: dict[str, Any]) -> list[str]:
     return [
         HEADING,
-        machine_of(d),
-        METHOD.format(**d["method"], limits=limits_of(d)) + (REALTIME if d["method"].get("realtime") else ""),
-        "### Beside the fastest peer",
         summary_table(d),
         SUMMARY,
         f"![speed relative to the fastest peer, and fraction of the limit]({PLOT})",
@@ -96,6 +94,9 @@ def section(d: dict[str, Any]) -> list[str]:
         *way_tables(d),
         "### Models: left out or disturbed",
         left_out(d),
+        "### Models: how they were measured",
+        METHOD.format(**d["method"], limits=limits_of(d)) + (REALTIME if d["method"].get("realtime") else ""),
+        machine_of(d),
     ]
 
 
@@ -105,18 +106,20 @@ def all_verdicts(d: dict[str, Any]) -> list[Verdict]:
 
 def summary_table(d: dict[str, Any]) -> str:
     rows = []
-    for v in all_verdicts(d):
-        aim = "" if v.wanted is None else f" [{v.wanted:.2f}]"
+    for v, weights in ((v, weights_of(c)) for c in d["cases"] for v in verdicts(c, d["competitors"])):
         rows.append([
-            v.case, str(v.bits), v.ours.name.removeprefix("pennyweight "), milliseconds(v.ours), _fraction(v.ours),
-            _error(v.ours), *(["", "", "", ""] if v.peer is None else
+            v.case, weights, str(v.bits), v.ours.name.removeprefix("pennyweight "), milliseconds(v.ours),
+            _fraction(v.ours), _error(v.ours), *(["", "", "", ""] if v.peer is None else
                               [v.peer.name, milliseconds(v.peer), _fraction(v.peer), _error(v.peer)]),
-            "" if v.ratio is None else f"{v.ratio:.2f}{aim}",
-            "" if v.ours.x_float is None else f"{v.ours.x_float:.2f}",
+            _ratio(v.ratio), _ratio(v.ours.x_float),
         ])  # fmt: skip
-    header = ["", "bits", "pennyweight", "ms", "of the limit", "error", "fastest peer", "ms", "of the limit", "error",
-              "x peer", "x float"]  # fmt: skip
+    header = ["", "weights", "bits", "pennyweight", "ms", "of the limit", "error", "fastest peer", "ms", "of the limit",
+              "error", "x peer", "x float"]  # fmt: skip
     return markdown(header, rows)
+
+
+def weights_of(case: dict[str, Any]) -> str:
+    return "trained" if case["model"] in TRAINED else "random"
 
 
 def way_tables(d: dict[str, Any]) -> list[str]:
@@ -130,7 +133,7 @@ def way_tables(d: dict[str, Any]) -> list[str]:
             if r.seconds is not None
         ]  # fmt: skip
         header = ["", "bits", "ms", "per second", "x float", "x peer", "of the limit", "error", "MB", ""]
-        out += [f"**{c['name']}**: {describe(c['cost'])}", markdown(header, body)]
+        out += [f"**{c['name']}** ({weights_of(c)} weights): {describe(c['cost'])}", markdown(header, body)]
     return out
 
 
@@ -184,12 +187,10 @@ def plot(d: dict[str, Any], path: Path) -> None:
     ratios = [v.ratio or 1.0 for v in found]
     colors = ["tab:blue" if r >= 1 else "tab:red" for r in ratios]
     left.barh(at, [r - 1 for r in ratios], left=1, color=colors, height=0.6)
-    aims = [(v.wanted, y) for v, y in zip(found, at, strict=True) if v.wanted is not None]
-    left.scatter([w for w, _ in aims], [y for _, y in aims], marker="|", s=110, color="black", label="wanted", zorder=3)
     left.axvline(1, color="grey", linewidth=0.8)
     left.set_xscale("log")
     ticks = [t for t in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 4, 8, 16) if min(ratios, default=1) / 2 < t < max(
-        [2.0, *ratios, *(w for w, _ in aims)]) * 1.5]  # fmt: skip
+        [2.0, *ratios]) * 1.5]  # fmt: skip
     left.xaxis.set_major_locator(FixedLocator(ticks))
     left.xaxis.set_minor_locator(NullLocator())
     left.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -205,6 +206,6 @@ def plot(d: dict[str, Any], path: Path) -> None:
     right.set_xlabel("fraction of the measured limit")
     for axis in (left, right):
         axis.grid(alpha=0.3, axis="x")
-        axis.legend(fontsize=8)
+    right.legend(fontsize=8)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)

@@ -13,9 +13,9 @@ from torch import nn
 
 import pennyweight as pw
 
-from . import subjects, transformers_llama
+from . import llama, subjects, transformers_llama
 from .base import Case, Inputs, Loaded, Way
-from .cases import CONVOLUTIONAL, LANGUAGE, TRANSFORMERS
+from .cases import CONVOLUTIONAL, TRANSFORMERS
 from .torch_ways import call, frozen_graph
 from .transformers_llama import FileToFile, FirstToken, Sequences
 
@@ -134,6 +134,33 @@ def _language(name: str, config: Any) -> Callable[[Path, int], Loaded]:
     return load
 
 
+FILE_BITS = 5.74  # of a weight of SmolLM2's Q4_1 file, whose embeddings are Q8_0
+
+
+def _with_embeddings(config: Any, embeddings: Any) -> Any:
+    return pw.FqnToConfig({"_default": config, "_embeddings": embeddings})
+
+
+def _file(folder: Path, threads: int) -> Loaded:
+    """The GGUF file as it is, without conversion."""
+    from transformers import LlamaForCausalLM
+
+    from pennyweight.integrations.transformers import load_pretrained
+
+    def open() -> Sequences:
+        model = load_pretrained(LlamaForCausalLM, folder / llama.GGUF, dtype=torch.bfloat16)
+        finish(model)
+        return Sequences(model)
+
+    sequences = open()
+    nbytes = sum(p.nbytes for p in sequences.model.parameters())
+
+    def bind(case: Case) -> Any:
+        return FirstToken(open) if case.task == "first token" else transformers_llama.bind(sequences, case)
+
+    return Loaded(bind, nbytes, "fuse_")
+
+
 def ways() -> list[Way]:
     symmetric = pw.Int8DynamicActivationIntxWeightConfig(
         torch.int4, pw.PerGroup(32), act_mapping_type=pw.MappingType.SYMMETRIC
@@ -145,13 +172,26 @@ def ways() -> list[Way]:
         ("int8-dynamic-grouped", 8, 8.125, "int8", 0.12, "int8-dynamic-grouped"),
         ("int8 weight-only", 8, 8, "bf16", 0.12, pw.Int8WeightOnlyConfig()),
     )
+    int8 = pw.Int8WeightOnlyConfig()  # also of the embeddings, with which the head is tied
+    int4 = _with_embeddings(pw.Int4WeightOnlyConfig(group_size=64), int8)
+    small = (
+        ("int4 g64, embeddings int8", 4, 5.65, "bf16", 0.6, int4),
+        ("int8", 8, 8.05, "bf16", 0.2, _with_embeddings(int8, int8)),
+        ("int8-dynamic, embeddings int8", 8, 8.05, "int8", 0.3,
+         _with_embeddings(pw.Int8DynamicActivationInt8WeightConfig(), int8)),
+    )  # fmt: skip
     name, family = "pennyweight int8-dynamic", "pennyweight"
     return [
         Way(name, family, 8, 8, "int8", 0.3, TRANSFORMERS, _forward(_dynamic)),
         Way(f"{name}-grouped", family, 8, 8.125, "int8", 0.3, TRANSFORMERS, _forward(_grouped)),
         Way(name, family, 8, 8, "int8", 0.5, CONVOLUTIONAL, _forward(_dynamic_convolutions)),
         Way("pennyweight int8-static", family, 8, 8, "int8", 0.5, CONVOLUTIONAL, _forward(_static)),
-        *(Way(f"pennyweight {n}", family, *fields, LANGUAGE, _language(n, config)) for n, *fields, config in language),
+        *(
+            Way(f"pennyweight {n}", family, *fields, ("llama",), _language(n, config))
+            for n, *fields, config in language
+        ),
+        Way("pennyweight Q4_1 file", family, 4, FILE_BITS, "bf16", 0.2, ("smollm2",), _file),
+        *(Way(f"pennyweight {n}", family, *fields, ("smollm2",), _language(n, config)) for n, *fields, config in small),
     ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.arithmetic import steady
 
 from .costs import limit_seconds
+from .llama import GENERATED
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Row:
 
 
 def units(case: dict[str, Any]) -> int:
-    """What a step yields: tokens of a prompt or of decoding sequences, texts, images; else 1."""
-    return case["batch"] * (case["tokens"] if case["task"] == "prompt" else 1)
+    """What a step yields: tokens of a prompt, of decoding or generated sequences, texts, images; else 1."""
+    return case["batch"] * {"prompt": case["tokens"], "generate": GENERATED}.get(case["task"], 1)
 
 
 def is_ours(name: str) -> bool:
@@ -79,7 +80,7 @@ AS_ACCURATE = 1.1  # an error up to this multiple of the peer's counts as the sa
 
 @dataclass(frozen=True)
 class Verdict:
-    """Our way at some bits beside the fastest peer at these; `wanted` is the ratio aimed at.
+    """Our way at some bits beside the fastest peer at these.
 
     Ours is the fastest of those that are as accurate as the peer; if none is, the fastest.
     """
@@ -88,7 +89,6 @@ class Verdict:
     bits: int
     ours: Row
     peer: Row | None
-    wanted: float | None
 
     @property
     def ratio(self) -> float | None:
@@ -98,12 +98,11 @@ class Verdict:
 def verdicts(case: dict[str, Any], competitors: dict[str, dict[str, Any]]) -> list[Verdict]:
     """One for each number of bits at which we have a time."""
     timed = [r for r in rows_of(case, competitors) if r.seconds is not None]
-    wanted = {int(bits): ratio for bits, ratio in case["wanted"].items()}  # JSON's keys are text
     found = []
     for bits in sorted({r.bits for r in timed if r.ours}):
         peer = min((r for r in timed if not r.ours and r.bits == bits), key=lambda r: r.seconds or 0.0, default=None)
         most = math.inf if peer is None or peer.error is None else AS_ACCURATE * peer.error
         own = [r for r in timed if r.ours and r.bits == bits]
         ours = min([r for r in own if (r.error or 0.0) <= most] or own, key=lambda r: r.seconds or 0.0)
-        found.append(Verdict(case["name"], bits, ours, peer, wanted.get(bits)))
+        found.append(Verdict(case["name"], bits, ours, peer))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from . import subjects, transformers_llama
 from .base import Call, Case, Inputs, Loaded, Way
-from .cases import CONVOLUTIONAL, LANGUAGE, TRANSFORMERS
+from .cases import CONVOLUTIONAL, TRANSFORMERS
 from .transformers_llama import Sequences
 
 FORWARD = (*TRANSFORMERS, *CONVOLUTIONAL)
@@ -51,10 +52,13 @@ def frozen_graph(net: nn.Module) -> nn.Module:
     return torch.compile(net, dynamic=False)
 
 
-def _llama(folder: Path, threads: int) -> Loaded:
-    model = transformers_llama.load(folder)
-    nbytes = sum(p.nbytes for p in model.parameters())
-    return Loaded(lambda case: transformers_llama.bind(Sequences(model), case), nbytes)
+def _llama(dtype: torch.dtype = torch.bfloat16) -> Callable[[Path, int], Loaded]:
+    def load(folder: Path, threads: int) -> Loaded:
+        model = transformers_llama.load(folder, dtype)
+        nbytes = sum(p.nbytes for p in model.parameters())
+        return Loaded(lambda case: transformers_llama.bind(Sequences(model), case), nbytes)
+
+    return load
 
 
 def _compiled_llama(folder: Path, threads: int) -> Loaded:
@@ -83,12 +87,14 @@ def ways() -> list[Way]:
     return [
         Way("torch fp32", "torch", 32, 32, "fp32", 1e-5, FORWARD, _eager(torch.float32)),
         Way("torch bf16", "torch", 16, 16, "bf16", 0.2, FORWARD, _eager(torch.bfloat16)),
-        Way("torch bf16", "torch", 16, 16, "bf16", 1e-5, LANGUAGE, _llama, _plain),
+        Way("torch bf16", "torch", 16, 16, "bf16", 1e-5, ("llama",), _llama(), _plain),
+        Way("torch fp32", "torch", 32, 32, "fp32", 1e-5, ("smollm2",), _llama(torch.float32), _plain),
+        Way("torch bf16", "torch", 16, 16, "bf16", 0.2, ("smollm2",), _llama(), _plain),
     ]
 
 
 def compiled_ways() -> list[Way]:
     return [
         Way("torch.compile fp32", "compile", 32, 32, "fp32", 1e-3, FORWARD, _compiled),
-        Way("torch.compile bf16", "compile", 16, 16, "bf16", 0.05, LANGUAGE, _compiled_llama, _plain),
+        Way("torch.compile bf16", "compile", 16, 16, "bf16", 0.05, ("llama",), _compiled_llama, _plain),
     ]

@@ -8,7 +8,6 @@ from typing import Any
 
 from . import transformers_llama
 from .base import Case, Loaded, Way
-from .cases import LANGUAGE
 from .transformers_llama import Sequences
 
 
@@ -55,4 +54,4 @@ def ways() -> list[Way]:
         ("int8-dynamic", 8, 8, "int8", 0.12, _int8("Int8DynamicActivationInt8WeightConfig")),
         ("int8 weight-only", 8, 8, "bf16", 0.12, _int8("Int8WeightOnlyConfig")),
     )
-    return [Way(f"torchao {name}", "torchao", *rest, LANGUAGE, _load(make), _short) for name, *rest, make in rows]
+    return [Way(f"torchao {name}", "torchao", *rest, ("llama",), _load(make), _short) for name, *rest, make in rows]

@@ -1,4 +1,4 @@
-"""The language model through transformers: its own forward and its own caches."""
+"""The language models through transformers: its own forward and its own caches."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from . import llama
 from .base import Case
 
 
-def load(folder: Path) -> Any:
+def load(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
     import transformers
     from transformers import AutoModelForCausalLM
 
     transformers.utils.logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 class Sequences:
@@ -38,6 +38,14 @@ class Sequences:
     def token(self, numbers: list[int]) -> Tensor:
         """One more for each sequence; logits after it."""
         return self._run(torch.tensor(numbers)[:, None])
+
+    def generate(self, numbers: list[int], count: int) -> list[int]:
+        """So many tokens after a prompt, each the most likely one."""
+        ids = torch.tensor([numbers])
+        out = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=count, max_new_tokens=count
+        )
+        return out[0, len(numbers) :].tolist()
 
     def _run(self, ids: Tensor) -> Tensor:
         out = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
@@ -73,6 +81,21 @@ class Decode:
     def output(self) -> Tensor:
         """Logits after the fourth token."""
         return [self.sequences.token(n) for n in self.next][-1].float()
+
+
+class Generate:
+    """A case whose step generates tokens after a prompt; its output is the prompt's."""
+
+    def __init__(self, sequences: Any, case: Case) -> None:
+        self.sequences, self.numbers = sequences, llama.tokens(1, case.tokens)
+
+    def step(self) -> None:
+        found = self.sequences.generate(self.numbers[0], llama.GENERATED)
+        if len(found) != llama.GENERATED:
+            raise RuntimeError(f"{len(found)} tokens were generated instead of {llama.GENERATED}")
+
+    def output(self) -> Tensor:
+        return self.sequences.prompt(self.numbers).float()
 
 
 class FirstToken:
@@ -112,4 +135,5 @@ class FileToFile:
 
 
 def bind(sequences: Any, case: Case) -> Any:
-    return Prompt(sequences, case) if case.task == "prompt" else Decode(sequences, case)
+    kinds: dict[str, Any] = {"prompt": Prompt, "decode": Decode, "generate": Generate}
+    return kinds[case.task](sequences, case)

@@ -74,21 +74,22 @@ class Worker:
     def write(self, model: str, folder: str, cases: list[Case]) -> dict[str, dict[str, float]]:
         """The files that all start from; costs by case."""
         if model in LANGUAGE:
-            llama.write(Path(folder))
-            return {c.name: costs.of_llama(c) for c in cases}
+            llama.write(model, Path(folder))
+            return {c.name: costs.of_language(c) for c in cases}
         subjects.write(model, Path(folder), cases)
         net, inputs = subjects.read(Path(folder)), Inputs(Path(folder))
         return {c.name: costs.count(net, inputs.of(c)) for c in cases}
 
     def reference(self, case: Case, folder: str) -> np.ndarray:
-        """The float model's output: float32, the language model's bf16."""
+        """The float model's output: float32, that of the language model with random weights bf16, as its files are."""
         if case.model not in LANGUAGE:
             return subjects.read(Path(folder))(*Inputs(Path(folder)).of(case)).numpy()
         prompt = case.task != "decode"
         what = (prompt, case.batch, case.tokens or 1)
         if what not in self.references:
             plain = Case("", case.model, "prompt" if prompt else "decode", case.batch, case.tokens or 1)
-            model = transformers_llama.load(Path(folder))
+            dtype = torch.bfloat16 if case.model == "llama" else torch.float32
+            model = transformers_llama.load(Path(folder), dtype)
             self.references[what] = transformers_llama.bind(Sequences(model), plain).output().numpy().copy()
         return self.references[what]
 

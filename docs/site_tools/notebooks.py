@@ -54,7 +54,7 @@ def cells(script: Path) -> list[Cell]:
     introduction = "\n\n".join(
         p for p in (ast.get_docstring(module) or "").split("\n\n") if not p.startswith("python ")
     )
-    out = [Cell("markdown", f"# {title(script.stem)}\n\n{_prose(introduction)}")]
+    out = [Cell("markdown", f"# Notebook: {title(script.stem)}\n\n{_prose(introduction)}")]
     body = module.body[1:]
     mains = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == "main"]
     if len(mains) != 1 or not isinstance(body[-1], ast.If) or body[-2] is not mains[0]:

@@ -1,22 +1,39 @@
 """Parts of pages that are made at the build: lists of pages for the navigation, and the table of notebooks.
 
+Lists have the order in which the page above links its pages, which is that of tasks; not that of file names.
+
 Pages that are also read where the repository is hosted stay plain Markdown.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from . import notebooks
 from .project import DOCS, ROOT
 
-# page -> pattern of the pages below it in the navigation
-BELOW = {
-    "algorithms/README": "*",
-    "concepts/index": "*",
-    "guides/index": "*",
-}
+# Pages whose folder is below them in the navigation
+BELOW = ("algorithms/README", "concepts/index", "guides/index")
+_PATTERN = re.compile(r"^(\w+)/\*$", re.M)  # in a list of a page: all pages of a folder
+
+
+def below(page: Path) -> list[str]:
+    """The other pages of a page's folder, by name: those that it links, in its order, then the rest."""
+    names = sorted(path.stem for path in page.parent.glob("*.md") if path != page)
+    return _as_linked(page.read_text(encoding="utf-8"), r"\]\((\w+)\.md[)#]", names)
+
+
+def _as_linked(text: str, link: str, names: list[str]) -> list[str]:
+    linked = [name for name in dict.fromkeys(re.findall(link, text)) if name in names]
+    return linked + [name for name in names if name not in linked]
+
+
+def _folder(text: str, folder: str) -> list[str]:
+    """The pages of a folder for a list; notebooks in the order of the tutorials that they belong to."""
+    names = sorted({path.stem for path in (DOCS / folder).iterdir() if path.suffix in (".md", ".ipynb")})
+    return [f"{folder}/{name}" for name in _as_linked(text, r"\]\(tutorials/(\w+)\.md\)", names)]
 
 
 def notebook_table() -> str:
@@ -38,9 +55,12 @@ TABLES = {
 
 
 def add(app: Any, docname: str, source: list[str]) -> None:
-    """Append a hidden list to a page of BELOW that has none, and insert the tables."""
-    if docname in BELOW and "{toctree}" not in source[0]:
-        source[0] += f"\n\n```{{toctree}}\n:hidden:\n:glob:\n\n{BELOW[docname]}\n```\n"
+    """Append a hidden list to a page of BELOW, write out folders in lists, and insert the tables."""
+    text = source[0]
+    source[0] = _PATTERN.sub(lambda match: "\n".join(_folder(text, match[1])), text)
+    if docname in BELOW:
+        names = "\n".join(below(DOCS / f"{docname}.md"))
+        source[0] += f"\n\n```{{toctree}}\n:hidden:\n\n{names}\n```\n"
     for mark, table in TABLES.items():
         if mark in source[0]:
             source[0] = source[0].replace(mark, table())

@@ -9,6 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
+# Pages for those who change the code: read in the repository, no part of the site
+REPOSITORY_ONLY = ("design", "log.md")
+
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 URLS: dict[str, str] = _PROJECT["urls"]
 REPOSITORY = URLS["Repository"].rstrip("/")

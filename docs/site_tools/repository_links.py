@@ -1,4 +1,5 @@
-"""Links of a page to a file that is no page: to the repository. Links to CONTRIBUTING.md and others: to their pages.
+"""Links of a page to a file that is no page of the site: to the repository. Links to CONTRIBUTING.md and others: to
+their pages.
 
 A page links ``../examples/first_model.py`` by its relative path, so that the link works where the repository is hosted.
 """
@@ -11,7 +12,7 @@ from typing import Any
 from docutils import nodes
 from sphinx import addnodes
 
-from .project import DOCS, ROOT, source_url
+from .project import DOCS, REPOSITORY_ONLY, ROOT, source_url
 
 # Files outside docs/ that are pages of the site
 PAGES = {
@@ -34,12 +35,19 @@ def rewrite(app: Any, doctree: nodes.document) -> None:
         if path is None:
             continue  # unknown targets are Sphinx's to report
         name = path.relative_to(ROOT).as_posix()
-        if name in PAGES or (path.is_relative_to(DOCS) and path.suffix in (".md", ".rst", ".ipynb")):
+        left_out = any(path.is_relative_to(DOCS / other) for other in REPOSITORY_ONLY)
+        if left_out:
+            node.replace_self(_external(node, path, anchor))
+        elif name in PAGES or (path.is_relative_to(DOCS) and path.suffix in (".md", ".rst", ".ipynb")):
             page = PAGES.get(name) or path.relative_to(DOCS).with_suffix("").as_posix()
             node.replace_self(_page(node, page, anchor, docname))
         elif not path.is_relative_to(DOCS) or path.is_dir() or path.suffix == ".py":
-            url = source_url(path) + (f"#{anchor}" if anchor else "")
-            node.replace_self(nodes.reference("", "", *node.children, refuri=url, internal=False))
+            node.replace_self(_external(node, path, anchor))
+
+
+def _external(node: nodes.Element, path: Path, anchor: str) -> nodes.Element:
+    url = source_url(path) + (f"#{anchor}" if anchor else "")
+    return nodes.reference("", "", *node.children, refuri=url, internal=False)
 
 
 def _path(node: nodes.Element, target: str, docname: str) -> Path | None:

@@ -15,10 +15,9 @@ from ..core.tensor import AffineQuantizedTensor, check_finite
 from ..distributed.dtensor import full_tensor
 from ..planning.plan import PlanRow
 from ..planning.scheme import Scheme
-from .base import ALGORITHMS, Solution, Solver, Task
+from .base import ALGORITHMS, Solution, Solver, Task, as_matrix, flat_spec, unflatten
 from .calibration.loop import CalibrationLoop, CollectedStatistics
 from .solvers.kmeans import learner
-from .solvers.reshape import as_matrix, flat_spec, unflatten
 from .solvers.rtn import Nearest, quantize_weight, static_parts
 from .sparsify import prune
 

@@ -23,11 +23,11 @@ from ..planning.quantize_report import Report, Row
 from ..support.arguments import did_you_mean, show
 from ..support.errors import ArgumentTypeError
 from ..support.progress import Progress, step
+from .base import as_matrix
 from .calibration.batches import Batches, read
 from .calibration.loop import CalibrationLoop, CollectedStatistics
 from .solvers.block_search import by_rows
 from .solvers.gptq import COLUMNS_PER_BLOCK, inverse_cholesky
-from .solvers.reshape import as_matrix
 from .solvers.rtn import total_error
 
 METHODS = {"magnitude": (), "wanda": ("second_moment",), "sparsegpt": ("hessian",)}

@@ -12,6 +12,22 @@ QUANTIZATION, INPUT, GENERATION, MEASURING = "Quantization", "Input", "Generatio
 OUTPUT, RUN = "Output", "Run"
 _HEADINGS = ("Arguments", QUANTIZATION, INPUT, GENERATION, MEASURING, OUTPUT, RUN, "Options")
 
+# options of other libraries' commands -> the parameter that is meant, and what to write
+_ELSEWHERE = {
+    (option, parameter): remedy
+    for options, parameter, remedy in (
+        ("--bits --wbits --w-bit --w_bit --qtype --scheme", "config", "bits are part of the config: --config int4"),
+        ("--groupsize --group_size --q-group-size --q_group_size", "group_size", "write --group-size 64"),
+        ("--output --output-dir --out-dir --outfile --save-dir", "out_dir", "the output is an argument, OUT_DIR"),
+        ("--output --output-dir --out-dir --outfile --save-dir", "dst", "the output is an argument, DST"),
+        ("--model --model-dir --model-path", "model_dir", "the model is an argument, MODEL_DIR"),
+        ("--dataset --calib --calib-data", "calibration", "write --calibration FILE"),
+        ("--outtype --quant-type", "gguf_type", "write --type q4_k_m"),
+        ("--n-predict --max-tokens --max_new_tokens", "max_new_tokens", "write --max-new-tokens 64"),
+    )
+    for option in options.split()
+}
+
 
 class Command(TyperCommand):
     """A command. ``rich_help_panel`` of an option is its heading; ``epilog`` is printed as it is, for examples.
@@ -20,7 +36,13 @@ class Command(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, _with_value(args))
+        try:
+            return super().parse_args(ctx, _with_value(args))
+        except Exception as error:  # the class of such errors has moved between releases of typer
+            option = str(getattr(error, "option_name", ""))
+            for remedy in filter(None, (_ELSEWHERE.get((option, str(p.name))) for p in self.get_params(ctx))):
+                error.message = f"{getattr(error, 'message', error)}; {remedy}"  # type: ignore[attr-defined]
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {heading: [] for heading in _HEADINGS}

@@ -32,6 +32,7 @@ from .output import (
     publish_output,
     report_errors,
     resume_hint,
+    shard_bytes,
 )
 
 if TYPE_CHECKING:
@@ -76,7 +77,6 @@ def convert(
     from ..io import local_path
     from ..io.convert_checkpoint import formats
     from ..planning.engines import GGUF, engine_of
-    from ..planning.quantize_report import nbytes_of
     from .inspect import contents
     from .model_card import renew_card
 
@@ -86,7 +86,7 @@ def convert(
         to = to or GGUF
     if dtype and dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    size = nbytes_of(max_shard_size)
+    size = shard_bytes(max_shard_size)
     src = local_path(src, allow_pickle)
 
     def job(folder: str = dst, **how: Any) -> Report:

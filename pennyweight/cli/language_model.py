@@ -31,8 +31,8 @@ def open_conversation(
     from ..integrations.transformers import load_pretrained
     from ..io import local_path
     from ..io.config_files import read_config
+    from ..io.detect_format import model_folder
     from ..io.meta_model import model_class
-    from ..io.model_folder import model_folder
     from ..report.evaluation_inputs import load_tokenizer
 
     if dtype and dtype not in DTYPES:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # -- errors, on one line of stderr; exit codes -------------------------------------------------------------------------
 
 FAILED = 2
+LEAST_SHARD = 1000  # bytes
 INTERRUPTED, TERMINATED = 130, 143  # 128 + SIGINT or SIGTERM, the shell convention
 # Messages contain Python arguments; the command line shows the options instead
 _OPTIONS = {
@@ -80,7 +81,7 @@ def line(error: Exception) -> str:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
         text = str(error) or type(error).__name__
-    return _ARGUMENT.sub(lambda found: _OPTIONS[found[1]], " ".join(text.split()))
+    return " ".join(_ARGUMENT.sub(lambda found: _OPTIONS[found[1]], text).split())
 
 
 # -- tables for terminals and pipes ------------------------------------------------------------------------------------
@@ -154,6 +155,16 @@ def file_sizes(report: Report, before: int, after: int | None) -> str:
         return f"{text} -> about {report.bytes_after:,} bytes ({size(report.bytes_after)}); a dry run, nothing written"
     ratio = f"{before / after:.2f}x smaller" if after <= before else f"{after / before:.2f}x larger"
     return f"{text} -> {after:,} bytes ({size(after)}), {ratio}"
+
+
+def shard_bytes(size: str) -> int:
+    """The bytes of --max-shard-size. Raises ValueError also for a number whose unit was forgotten."""
+    from ..planning.quantize_report import nbytes_of
+
+    found = nbytes_of(size)
+    if found < LEAST_SHARD:
+        raise ValueError(f"--max-shard-size {size} is {found} bytes; write a unit, as in 5GB")
+    return found
 
 
 def check_report_path(path: str, out_dir: str | None) -> None:

@@ -43,6 +43,7 @@ from .output import (
     publish_output,
     report_errors,
     resume_hint,
+    shard_bytes,
     world,
 )
 
@@ -102,11 +103,10 @@ def quantize(
     """
     from ..planning.configs.by_name import by_name
     from ..planning.configs.files import is_config_file, layer_config, read_config, write_config
-    from ..planning.quantize_report import nbytes_of
 
     by_layer = bool(layer or embeddings)
     if not (config or budget or by_layer):
-        raise ValueError(f"--config is required: one of {', '.join(CONFIGS)}; --help describes them")
+        raise ValueError("--config is required, such as int8, int8-dynamic, int4 or mxfp4; --help lists them all")
     if (config or by_layer) and budget:
         raise ValueError("--budget chooses the config of each layer; leave out --config, --layer and --embeddings")
     if budget and not calibration:
@@ -127,7 +127,7 @@ def quantize(
         raise ValueError(f"--save-config {save_config}: the name of a config file must end in .yaml, .yml or .json")
     given = read_config(config) if is_config_file(config) else by_name(config, group_size) if config else None
     chosen = None if budget else layer_config(layer or (), embeddings or None, given)
-    max_shard_bytes = nbytes_of(max_shard_size)
+    max_shard_bytes = shard_bytes(max_shard_size)
     check_report_path(report_path, None if dry_run else out_dir)
     check_bound(max_kl)
     if (max_kl is None) != (not text):

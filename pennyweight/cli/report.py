@@ -72,8 +72,10 @@ def report(
         raise ValueError("--measure needs --float: speed is relative to the float model")
     if given in ("--speed", "--trials"):
         raise ValueError(f"{given} runs the models; pass --text or --inputs")
-    if rounds < 1 or (trials is not None and trials < 0):
-        raise ValueError(f"--rounds must be at least 1 and --trials at least 0, got {rounds} and {trials}")
+    if rounds < 1:
+        raise ValueError(f"--rounds must be at least 1, got {rounds}")
+    if trials is not None and trials < 0:
+        raise ValueError(f"--trials must be at least 0, got {trials}")
     folder = os.path.dirname(os.path.abspath(out))
     if os.path.isdir(out) or not os.path.isdir(folder):
         raise ValueError(f"{out}: {'is a folder' if os.path.isdir(out) else f'folder {folder} does not exist'}")

@@ -1,9 +1,13 @@
-"""Specs in words: a short form for tables and ``print(model)``, and one with all that matters to a user."""
+"""Specs in words: a short form for tables and ``print(model)``, and one with all that matters to a user; a quantized
+tensor in a notebook."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from ..support.tables import html_columns, html_table
 from .spec import SHORT, ActivationSpec, QuantSpec
 
 # The field's names of formats that have another in the format table
@@ -18,10 +22,12 @@ def shorten(spec: QuantSpec, act: ActivationSpec | None = None) -> str:
     An integer format is named by its bits, as in the names of configs: whether its codes have a sign is a detail of how
     they are stored. :func:`describe` tells the rest.
     """
-    text = _with_granularity(_format(spec), spec)
+    text = _with_granularity(format_word(spec), spec)
     if act is None:
         return text
-    return f"{text}; inputs {_format(act.spec)}" + ("" if act.mode == "dynamic" else f" {act.mode}{_asymmetric(act)}")
+    return f"{text}; inputs {format_word(act.spec)}" + (
+        "" if act.mode == "dynamic" else f" {act.mode}{_asymmetric(act)}"
+    )
 
 
 def _with_granularity(name: str, spec: QuantSpec) -> str:
@@ -29,7 +35,8 @@ def _with_granularity(name: str, spec: QuantSpec) -> str:
     return f"{name} {how}" if how.startswith("per ") else f"{name}, {how}"
 
 
-def _format(spec: QuantSpec) -> str:
+def format_word(spec: QuantSpec) -> str:
+    """The format alone: "int4", "nf4", "mxfp8"; integers by their bits."""
     name, scale = spec.format.name, spec.scale
     if spec.format.kind == "int":
         return name.removeprefix("u")
@@ -41,8 +48,9 @@ def _format(spec: QuantSpec) -> str:
 
 def describe(spec: QuantSpec) -> str:
     """A spec in words: "int4, groups of 64, symmetric, bf16 scales"."""
-    terms = [str(spec.format), _granularity(spec)]
-    if spec.format.kind == "int":
+    integer = spec.format.kind == "int"
+    terms = [str(spec.format).removeprefix("u") if integer else str(spec.format), _granularity(spec)]
+    if integer:
         terms.append("asymmetric" if spec.zero_point or spec.offset is not None else "symmetric")
     if isinstance(spec.scale, QuantSpec):
         above = spec.scale.scale
@@ -86,3 +94,54 @@ def _granularity(spec: QuantSpec) -> str:
 
 def _short(kind: Any) -> str:
     return str(kind.format) if isinstance(kind, QuantSpec) else SHORT[kind]
+
+
+# -- notebooks ---------------------------------------------------------------------------------------------------------
+
+LIMIT = 1 << 26  # elements; unpacking their codes takes as many bytes
+COLUMNS = 32  # of the chart, at most
+
+
+def tensor_html(w: Any) -> str:
+    """HTML of an AffineQuantizedTensor: its scheme, size and scales, and a chart of its codes. Without data, and above
+    ``LIMIT`` elements, without scales and codes. It is never dequantized, which may need gigabytes."""
+    numel, plain = w.numel(), w.dtype.itemsize * w.numel()
+    stored = f"{w.nbytes:,} bytes"
+    if numel:
+        stored += f", {8 * w.nbytes / numel:.3g} bits per weight, {plain / max(1, w.nbytes):.2f}x smaller"
+    rows = [
+        ["shape", "×".join(map(str, w.shape)) or "scalar"],
+        ["represents", str(w.dtype).removeprefix("torch.")],
+        ["device", str(w.device)],
+        ["stored", stored],
+        ["scheme", describe(w.spec)],
+    ]
+    rows += [] if w.act is None else [["inputs", describe_activation(w.act).removeprefix("inputs ")]]
+    rows.append(["spec", str(w.spec)])
+    chart = ""
+    if 0 < numel <= LIMIT and not w.is_meta and type(w._codes) is torch.Tensor:
+        with torch.no_grad():
+            parts = w.plain_parts()
+            rows += _scales(w)
+            chart = _codes(parts.codes, int(w.spec.format.bits))
+    return html_table((), rows, title=f"AffineQuantizedTensor: {shorten(w.spec, w.act)}") + chart
+
+
+def _scales(w: Any) -> list[list[str]]:
+    scale = w.scale
+    if scale is None:
+        return []
+    values = (scale if type(scale) is torch.Tensor else scale.dequantize()).float()  # scales may be quantized too
+    low, high, mean = float(values.min()), float(values.max()), float(values.mean())
+    return [["scales", f"{values.numel():,}: from {low:.4g} to {high:.4g}, mean {mean:.4g}"]]
+
+
+def _codes(codes: Any, bits: int) -> str:
+    """A chart of how often each code occurs; of formats with many codes, neighbours share a column."""
+    values, counts = torch.unique(codes.float(), return_counts=True)
+    low, high = float(values[0]), float(values[-1])
+    columns = min(COLUMNS, len(values))
+    place = ((values.double() - low) / max(high - low, 1e-30) * (columns - 1)).round().long()
+    shown = torch.zeros(columns, dtype=torch.int64, device=counts.device).scatter_add_(0, place, counts).tolist()
+    label = f"codes from {low:g} to {high:g}: {len(values)} of {2**bits} occur"
+    return f"{html_columns(shown, label)}<div><small>{label}</small></div>"

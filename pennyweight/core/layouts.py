@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..support.arguments import did_you_mean
 from . import blocks
 from .numerics import Parts
@@ -151,3 +153,47 @@ PLAIN = register_layout(Layout("plain", _identity, _identity, examples=_EXAMPLES
 BITS = register_layout(Layout("bits", _pack, _unpack, examples=_EXAMPLES))
 _FLAT_EXAMPLES = tuple((spec, shape) for spec in SPECS.values() for shape in ((3, 130), (3, 5, 3, 3), (4, 8, 1)))
 FLAT_BITS = register_layout(Layout("flat_bits", _pack_flat, _unpack_flat, examples=_FLAT_EXAMPLES))
+
+
+def require_fit(layout: str, verdict: bool | str, spec: QuantSpec, shape: Sequence[int]) -> None:
+    """Raise ValueError unless ``verdict`` is True; it is the reason why a kernel's layout does not support a tensor."""
+    if verdict is not True:
+        raise ValueError(f'layout "{layout}" of {tuple(shape)} {spec}: {verdict}')
+
+
+# -- moved tensors: which layout a kernel on a device wants, the kernels know; without them all are portable -----------
+
+
+def _same_type(devices: tuple[str, ...], device: torch.device) -> bool:
+    return device.type in devices
+
+
+def _as_it_is(w: Any, packed_for: str | None) -> Any:
+    return w
+
+
+_FITS: list[Callable[[tuple[str, ...], torch.device], bool]] = [_same_type]
+_PACK: list[Callable[[Any, str | None], Any]] = [_as_it_is]
+
+
+def register_packing(
+    fits: Callable[[tuple[str, ...], torch.device], bool], pack: Callable[[Any, str | None], Any]
+) -> None:
+    """Register the two questions to the kernels.
+
+    fits  (entries of ``Layout.devices``, device) -> whether the device is one of them
+    pack  (a tensor in a portable layout, just moved to another device; the layout that it had there, if that was a
+          kernel's) -> the same tensor, in the layout of the kernel that will read it
+    """
+    _FITS[:], _PACK[:] = [fits], [pack]
+
+
+def reads_layout(layout: str, device: torch.device) -> bool:
+    """Whether kernels on a device read this layout; True for layouts that are the same on every machine."""
+    devices = get_layout(layout).devices
+    return devices is None or _FITS[0](devices, device)
+
+
+def pack_on_arrival(w: Any, before: str) -> Any:
+    """w, just moved to another device, packed for the kernel that will read it. before: its layout on the other."""
+    return _PACK[0](w, before if get_layout(before).devices is not None else None)

@@ -52,6 +52,8 @@ class ReturnedInPlaceOfModel:
         said = ""
         if not name.startswith("_"):
             said = f"; {_IN_PLACE}" if hasattr(nn.Module, name) else did_you_mean(name, dir(self), 1, 0.6)
+            if name == "to_html":
+                said = "; notebooks show it as HTML, and the command pennyweight report FOLDER writes a page"
         raise AttributeError(f"a {type(self).__name__} has no attribute {name!r}{said}")
 
 
@@ -191,6 +193,7 @@ _EXAMPLES = {
     "config": 'a config such as pw.Int8WeightOnlyConfig(), or a name such as "int8"',
     "model": "a torch.nn.Module",
     "batches": "a list of batches",
+    "example_inputs": "an input of the model: a tensor, a tuple of arguments, or a mapping of keyword arguments",
     "budget": 'a budget such as "4.25 bpw" or "600 MB"',
     "path": "the path of a file or folder",
 }
@@ -263,6 +266,13 @@ def bind(owner: str, signature: inspect.Signature, args: Any, kwargs: Mapping[st
         if missing:
             example = _EXAMPLES.get(missing[0], "")
             raise TypeError(f"{owner} needs {missing[0]}{f': {example}' if example else ''}") from None
+        placed = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if len(args) > len(placed):
+            named = [n for n in parameters if n not in placed]
+            others = f"; pass others by name: {', '.join(named)}" if named else ""
+            raise TypeError(
+                f"{owner} takes {len(placed)} arguments by position ({', '.join(placed)}), got {len(args)}{others}"
+            ) from None
         raise
 
 

@@ -29,10 +29,6 @@ def mse(x: Tensor, spec: QuantSpec, eps: float) -> Params:
         decoded = store_qparams(p, spec)[1]
         return (stored_value(encode(x, spec, decoded), spec, decoded) - x).float().square().sum(inner)
 
-    def pick(which: Tensor, one: Params, other: Params) -> Params:
-        pairs = zip(one, other, strict=True)
-        return Params(*(None if a is None or b is None else torch.where(which, a, b) for a, b in pairs))
-
     first = best = only_stored(base(x, spec, eps), spec, "mse")
     start = least = error(first)
     for step in range(1, 51):
@@ -40,6 +36,12 @@ def mse(x: Tensor, spec: QuantSpec, eps: float) -> Params:
         found = error(p)
         better = found < least
         least = torch.where(better, found, least)
-        best = pick(better, p, best)
+        best = select_blocks(better, p, best)
     # Quantized scales share blocks, so the choice for one block changes the stored scales of others.
-    return pick(error(best).sum() <= start.sum(), best, first)
+    return select_blocks(error(best).sum() <= start.sum(), best, first)
+
+
+def select_blocks(which: Tensor, a: Params, b: Params) -> Params:
+    """Entries of a where ``which``, else of b."""
+    pairs = zip(a, b, strict=True)
+    return Params(*(None if x is None or y is None else torch.where(which, x, y) for x, y in pairs))

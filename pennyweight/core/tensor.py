@@ -29,9 +29,17 @@ from torch import Tensor
 
 from ..support.arguments import show
 from ..support.errors import ArgumentError, ArgumentTypeError
-from . import blocks, codebook, device_hooks, quantize_backends, torchscript
+from . import blocks, codebook, quantize_backends, torchscript
 from .call_site import copied_for_training, refuse_legacy_format
-from .layouts import READABLE, change_layout, compact_layout, get_layout, unpack_zero_point
+from .layouts import (
+    READABLE,
+    change_layout,
+    compact_layout,
+    get_layout,
+    pack_on_arrival,
+    reads_layout,
+    unpack_zero_point,
+)
 from .numerics import Parts, dequantize, is_permutation, quantize, sqnr, to_stored
 from .qparams import Params
 from .spec import DTYPES, SPEC_VERSION, ActivationSpec, QuantSpec, dtype_name
@@ -431,7 +439,7 @@ class AffineQuantizedTensor(Tensor):
         return text + (", requires_grad=True)" if self.requires_grad else ")")
 
     def _repr_html_(self) -> str:
-        from .tensor_html import tensor_html
+        from .describe_spec import tensor_html
 
         return tensor_html(self)
 
@@ -700,8 +708,8 @@ def rebuild(
     if _has_values(w):
         _check_values(w, bool(data.get("signed_scale", True)))  # earlier releases did not store this key
     if get_layout(layout).devices is not None and not w.is_meta:
-        here = device_hooks.reads_layout(layout, w.device)
-        w = w.to_layout(layout) if here else device_hooks.pack_on_arrival(w, layout)
+        here = reads_layout(layout, w.device)
+        w = w.to_layout(layout) if here else pack_on_arrival(w, layout)
         w = w.requires_grad_(requires_grad)  # type: ignore[assignment]
     if is_param:
         w._is_param = True

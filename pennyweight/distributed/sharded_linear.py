@@ -128,6 +128,3 @@ def _mixed(x: Any, weight: Any, bias: Any) -> str:
         "call a layer under fully_shard through its module; convert an input with DTensor.from_local(x, mesh, "
         "placements)"
     )
-
-
-__all__ = ["WHOLE", "ShardedGroups", "is_uneven", "local_arguments"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..kernels.block import AttentionStep, Heads, Layer, LinearStep, Norm, NormStep, RotaryStep, Steps
 from ..kernels.block_plan import indices
-from .identify import NormForm
+from .query_graph import NormForm
 
 Product = tuple[str, str, bool]  # name of the weight, of the bias or "", whether the weight is stored as [in, out]
 
@@ -57,7 +57,7 @@ class CrossPart:
 
     cut           number of steps before its AttentionStep
     kept          (buffer, width) of the buffers that are used before and after the cut
-    keys, values  paths of the linear layers of keys and values
+    keys, values  paths of the linear layers that compute them, [batch, tokens, shared * size]
     heads         sizes
     layer         index of the block in the cache
     """
@@ -67,7 +67,7 @@ class CrossPart:
     keys: str
     values: str
     heads: Heads
-    layer: int
+    layer: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,51 @@
-"""A description bound to the tensors of one block: runs the fused steps."""
+"""A description bound to the tensors of one block: runs the fused steps, in native calls or by the plain reference."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..core import fallback
 from ..kernels.block import Call, Steps, run_reference
+from ..kernels.native.block import compile_steps
 from ..support.errors import ArgumentError, Refusal
 from . import block_cache
 from .block_arguments import Read, Reader, mask_refusal
-from .block_description import BlockDescription
-from .cross_attention import CrossAttention
+from .block_description import BlockDescription, CrossPart
+from .describe_block import is_pair
 from .detect_changes import Watch
-from .runner import Runner, runner
 
 Kept = dict[int, Tensor]
-Compile = Callable[[Steps], Runner | str]
 CHOICE = "_attn_implementation_internal"  # in a config of transformers: the attention function
+
+
+class Runner(Protocol):
+    """``run``: None if native code cannot take the call. ``converted``: whether a parameter has another dtype or
+    device than when the steps were compiled."""
+
+    def run(self, x: Tensor, call: Call) -> Tensor | None: ...
+
+    def converted(self) -> bool: ...
+
+
+class Reference:
+    """The plain reference, for checks."""
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+
+    def run(self, x: Tensor, call: Call) -> Tensor | None:
+        return run_reference(self.steps, x, call)
+
+    def converted(self) -> bool:
+        return False
+
+
+Compile = Callable[[Steps], Runner | str]
 
 
 class Part(NamedTuple):
@@ -36,7 +60,7 @@ class Bound:
     """One block's steps with its tensors. Raises Refusal if native code cannot run them."""
 
     def __init__(self, block: nn.Module, description: BlockDescription, compile: Compile | None = None) -> None:
-        self.module, self.description, self.compile = weakref.ref(block), description, compile or runner
+        self.module, self.description, self.compile = weakref.ref(block), description, compile or compile_steps
         self.steps = description.build(block)
         self.end = len(self.steps.steps) if description.cross is None else description.cross.cut
         self.parts: dict[tuple[int, int], Part] = {}
@@ -201,3 +225,43 @@ def _buffers(kept: tuple[tuple[int, int], ...], rows: int) -> Kept:
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+class CrossAttention:
+    """Keys and values of cross-attention in one block: computed once for each text, by its own linear layers, and kept
+    in transformers' cache."""
+
+    def __init__(self, block: nn.Module, part: CrossPart) -> None:
+        self.heads, self.layer = part.heads, part.layer
+        self.layers = block.get_submodule(part.keys), block.get_submodule(part.values)
+
+    def held(self, cache: Any, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | str | None:
+        """Keys and values [batch, heads, n, channels] in the cache; None if they must be computed; or the reason (str)
+        why they cannot be read."""
+        if cache is None:
+            return None
+        if not is_pair(cache):
+            return "the cache is not an EncoderDecoderCache"
+        if not cache.is_updated.get(self.layer):
+            return None
+        layer = cache.cross_attention_cache.layers[self.layer]
+        keys, values = layer.keys, layer.values
+        for t in (keys, values):
+            if type(t) is not Tensor or not t.is_cpu or t.dtype is not dtype or t.ndim != 4 or t.stride(3) != 1:
+                return "keys and values of cross-attention are not tensors in memory"
+            if (t.shape[0], t.shape[1], t.shape[3]) != (batch, self.heads.shared, self.heads.size):
+                return f"keys and values of cross-attention have shape {list(t.shape)}"
+            if t.is_neg() or (t.requires_grad and torch.is_grad_enabled()) or t.shape != keys.shape:
+                return "keys and values of cross-attention need a gradient or are a view that is not computed"
+        return keys, values
+
+    def computed(self, cache: Any, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of ``states`` [batch, n, channels]; the cache gets them."""
+        batch, length, _ = states.shape
+        shape = batch, length, self.heads.shared, self.heads.size
+        keys, values = (layer(states).view(shape).transpose(1, 2) for layer in self.layers)
+        if cache is None:
+            return keys, values
+        keys, values = cache.cross_attention_cache.update(keys, values, self.layer)
+        cache.is_updated[self.layer] = True
+        return keys, values

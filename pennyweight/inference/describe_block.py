@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..support.errors import Refusal
-from .block_description import Arguments, BlockDescription, CrossPart
+from .block_description import Arguments, BlockDescription
 from .detect_changes import attributes, module_classes
-from .examples import Observed, signature
+from .examples import Observed, Random, signature, zeros
 from .query_graph import leaves_of
-from .random_values import Random, zeros
 from .recognize_block import Found, recognize
 from .trace_block import Graph, Value, record, replay, tensors
 
@@ -97,8 +96,7 @@ def describe_block(name: str, block: nn.Module, observed: Observed) -> BlockDesc
             arguments, states=found.cross.states, states_selects=found.cross.selects,
             states_mask="" if found.cross.mask is None else across,
         )  # fmt: skip
-        c = found.cross
-        cross = CrossPart(c.cut, c.kept, c.keys, c.values, c.heads, _layer(probes[1]) if probes else 0)
+        cross = replace(found.cross.part, layer=_layer(probes[1]) if probes else 0)
     return BlockDescription(
         name, found.steps, found.widths, arguments, found.heads, causal, found.cached, found.cut, found.kept, layer,
         _attention(block), kind, x.dtype, module_classes(block),
@@ -240,6 +238,3 @@ def _attention(block: nn.Module) -> tuple[str, str]:
         if isinstance(choice, str):
             return path, choice
     return "", ""
-
-
-__all__ = ["describe_block", "is_cache", "is_pair"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,30 @@ from torch import Tensor, nn
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.run_batch import run_batch
 from ..support.errors import Refusal
-from .random_values import Random
+
+
+class Random:
+    """Reproducible random tensors on the CPU, float32 or int64, independent of torch's generator and defaults."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator("cpu").manual_seed(seed)
+
+    def normal(self, shape: Sequence[int]) -> Tensor:
+        """Mean 0, variance 1."""
+        return torch.randn(tuple(shape), generator=self.generator, dtype=torch.float32, device="cpu")
+
+    def uniform(self, shape: Sequence[int]) -> Tensor:
+        """From 0 to 1."""
+        return torch.rand(tuple(shape), generator=self.generator, dtype=torch.float32, device="cpu")
+
+    def integers(self, low: int, high: int, shape: Sequence[int]) -> Tensor:
+        """From low to high - 1."""
+        return torch.randint(low, high, tuple(shape), generator=self.generator, dtype=torch.int64, device="cpu")
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
+
 
 BATCH, TOKENS = 2, 5  # different, so that an exchange of both is seen
 

@@ -18,7 +18,7 @@ from ..kernels.target import check_target, read_target
 from ..planning.parameters import Site, make_site, places
 from ..support.arguments import show
 from ..support.errors import ArgumentTypeError
-from ..support.html_table import html_table
+from ..support.tables import html_table
 from .fused_module import FusedModule
 
 Device = torch.device | str | None
@@ -85,7 +85,9 @@ def explain(x: Any, w: Tensor, op: str = ..., *, device: Device = ...) -> Explan
 @overload
 def explain(x: Any, w: nn.Module, op: str = ..., *, device: Device = ...) -> ModelExplanation: ...
 @check_arguments(device=check_target)
-def explain(x: Any, w: Tensor | nn.Module, op: str = "", *, device: Device = None) -> Explanation | ModelExplanation:
+def explain(
+    x: Any, w: Tensor | nn.Module | None = None, op: str = "", *, device: Device = None
+) -> Explanation | ModelExplanation:
     """What runs for a weight, a layer or a model, and why nothing faster does. Meant to be printed.
 
     x   the input, or its dtype
@@ -105,6 +107,8 @@ def explain(x: Any, w: Tensor | nn.Module, op: str = "", *, device: Device = Non
     """
     if isinstance(x, nn.Module) or not isinstance(x, (Tensor, torch.dtype)):
         order = f", and w is {show(w)}; exchange them" if isinstance(x, nn.Module) else ""
+        if w is None:
+            order = "; the model comes second: explain(torch.float32, model)"
         raise ArgumentTypeError(
             f"explain: x must be the input (a tensor), or its dtype such as torch.float32, got {show(x)}{order}"
         )

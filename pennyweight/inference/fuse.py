@@ -17,7 +17,6 @@ from ..core.model_arguments import check_arguments
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.quantize_report import Report, Row
 from ..support.errors import Refusal
-from . import check_block as checks
 from .block_description import BlockDescription
 from .bound_block import Bound
 from .describe_block import describe_block
@@ -26,7 +25,7 @@ from .examples import Observed, candidates, examples, observe, roots
 from .freeze import freeze_, with_scheme
 from .fuse_conv_net import FusedConvNet, chained_convolutions, fuse_nets
 from .fused_module import FusedModule, Kind, fuse_class_
-from .verify_block import verify
+from .verify_block import run_checked, verify
 
 
 def _refused(block: nn.Module, description: BlockDescription, args: Any, kwargs: Any) -> str:
@@ -77,7 +76,7 @@ class FusedBlock(FusedModule):
     the reason: training, gradients, autocast, tracing, hooks on inner modules, replaced layers, other arguments.
     """
 
-    fused_kind = Kind("block", "block", _refused, _bind, checks.run, _weights, _about)
+    fused_kind = Kind("block", "block", _refused, _bind, run_checked, _weights, _about)
     description: BlockDescription
 
 

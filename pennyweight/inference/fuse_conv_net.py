@@ -20,13 +20,13 @@ from ..core.tracing import in_memory
 from ..kernels.native.conv_chain import NativeChain, compile_chain
 from ..planning.quantize_report import Row
 from ..support.errors import Refusal
-from . import check_block as checks
 from .block_arguments import is_observed
 from .detect_changes import Watch, module_classes, own_class, refusal
+from .examples import Random
 from .fused_module import FusedModule, Kind, fuse_class_
 from .plan_conv_chains import Net, Segment, plan, quantized
-from .random_values import Random
 from .trace_net import trace
+from .verify_block import compare
 
 # Limit of mean |difference| / mean |output|. Codes and sums are equal to the last bit; the mean of global average
 # pooling and activations like SiLU round differently, which moves codes of later inputs by one. Measured: 2e-4 at most.
@@ -191,7 +191,7 @@ def _check(fused: Callable[..., Any], root: Any, args: Any, kwargs: Any) -> Any:
     y = fused(root, cls, args, kwargs)
     if type(y) is not str:
         want = cls.thawed.forward(root, *args, **kwargs)
-        checks.compare(f"{cls.description.name}: the output", difference(y, want), TOLERANCE, "net")
+        compare(f"{cls.description.name}: the output", difference(y, want), TOLERANCE, "net")
     return y
 
 

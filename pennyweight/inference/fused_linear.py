@@ -101,6 +101,3 @@ def _bind(cases: tuple[Case, ...]) -> Together | None:
     if len(kernels) > 1 or kernel.together is None:
         return None
     return kernel.together(tuple(replace(case, perm=False) for case in cases))
-
-
-__all__ = ["ROWS", "together"]

@@ -11,8 +11,8 @@ from torch import nn
 
 from ..core import fallback
 from ..support.errors import Refusal
-from . import check_block as checks
 from .detect_changes import own_class
+from .verify_block import checks_enabled
 
 
 class BoundModule(Protocol):
@@ -66,7 +66,7 @@ class FusedModule:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         cls: Any = type(self)
         if not torch.compiler.is_compiling():
-            y = cls.fused_kind.check(call, self, args, kwargs) if checks.enabled() else call(self, cls, args, kwargs)
+            y = cls.fused_kind.check(call, self, args, kwargs) if checks_enabled() else call(self, cls, args, kwargs)
             if type(y) is not str:
                 return y
             fallback.count(f"fused {cls.fused_kind.name}: {y}")

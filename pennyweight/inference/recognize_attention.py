@@ -11,10 +11,8 @@ from torch import Tensor
 
 from ..kernels.block import Norm, normalize, rotate
 from ..support.errors import Refusal
-from .identify import NormForm, close
-from .query_graph import between, depends, leaves_of, reaches
-from .random_values import Random, zeros
-from .recognize_rows import Rows
+from .examples import Random, zeros
+from .query_graph import NormForm, Rows, between, close, depends, leaves_of, reaches
 from .trace_block import Graph, Op, Value, replay
 
 

@@ -1,8 +1,8 @@
 """Derives the steps of a transformer block from its recorded operations.
 
 Values are followed backward from the output to the products with quantized weights. What lies between two of them is
-identified by computing it again with random values (identify.py, recognize_attention.py), so the result does not depend
-on how the code is written. The caller verifies the steps with a run of the block.
+identified by computing it again with random values (query_graph.py, recognize_attention.py), so the result does not
+depend on how the code is written. The caller verifies the steps with a run of the block.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import torch
 
 from ..kernels.block import AttentionStep, Columns, Heads, LinearStep, NormStep, RotaryStep
 from ..support.errors import Refusal
-from .identify import activation
-from .query_graph import between, height, is_move, leaves_of, title
+from .block_description import CrossPart
+from .query_graph import Rows, activation, between, height, is_move, leaves_of, title
 from .recognize_attention import Attention, find_attention, heads_of
-from .recognize_rows import Rows
 from .trace_block import Graph, Op, Value, replay
 
 ADDS = frozenset(("add", "__add__", "__radd__", "add_", "__iadd__"))
@@ -38,20 +37,14 @@ class Acting:
 class Cross:
     """Cross-attention: keys and values are computed from an argument, for all calls with the same argument once.
 
-    cut            index of its AttentionStep
-    kept           (buffer, width) of the buffers that steps before and after the cut use
-    states         name of the argument
-    keys, values   paths of the linear layers that compute them, [batch, tokens, shared * size]
-    mask           the value that is added to the scores, or that selects keys
-    selects        whether a bool mask selects keys
+    part     as in the description of the block; the caller knows its layer
+    states   name of the argument
+    mask     the value that is added to the scores, or that selects keys
+    selects  whether a bool mask selects keys
     """
 
-    cut: int
-    kept: tuple[tuple[int, int], ...]
+    part: CrossPart
     states: str
-    keys: str
-    values: str
-    heads: Heads
     mask: Value | None
     selects: bool
 
@@ -102,9 +95,9 @@ class _Recognizer(Rows):
         if any(out not in self.held for out in self.outs):
             raise Refusal("its output does not depend on its attention")
         if cross is not None:
-            if self.cut >= cross.cut:
+            if self.cut >= cross.part.cut:
                 raise Refusal("cross-attention comes before attention")
-            cross = replace(cross, kept=self._kept(cross.cut))
+            cross = replace(cross, part=replace(cross.part, kept=self._kept(cross.part.cut)))
         return Found(
             tuple(self.steps), tuple(self.widths), self.heads, self.cut, self._kept(self.cut), self.cached,
             self.cos_sin, attention is not None and attention.causal, None if attention is None else attention.mask,
@@ -317,10 +310,8 @@ class _Recognizer(Rows):
             raise Refusal("keys and values of cross-attention are not the outputs of linear layers")
         (buffer,) = self._product([q.product])
         heads, result = Heads(count, k.count, size), self.buffer(count * size)
-        self.crossed = Cross(
-            len(self.steps), (), states[0].name, k.product.path, v.product.path, heads, found.mask,
-            not found.transposed,
-        )  # fmt: skip
+        part = CrossPart(len(self.steps), (), k.product.path, v.product.path, heads)
+        self.crossed = Cross(part, states[0].name, found.mask, not found.transposed)
         scale = found.scale * q.factor * k.factor
         self.steps.append(AttentionStep(Columns(buffer, q.start), result, heads, scale, softcap=found.softcap))
         return result

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..algorithms.solve import solve
+from ..algorithms.mixed_precision.latency import time_plan
 from ..core.model_arguments import check_arguments
 from ..planning.config_resolution import Filter, PlanError, read_candidates, rules
 from ..planning.configs import AOBaseConfig, FqnToConfig
 from ..planning.configs.by_name import FASTEST
-from ..planning.layer_timing import COUNTS, calls_of_weight, layer_calls, least_seconds, measure_, wait_for
+from ..planning.layer_timing import layer_calls, least_seconds, wait_for
 from ..planning.module_handlers import HANDLERS
 from ..planning.plan import plan
 from ..planning.quantize_report import NOISE, size
@@ -209,18 +209,11 @@ class _Trial:
     def _choices(self, config: AOBaseConfig) -> Choices:
         """The config of each parameter, and its speed."""
         out, chooses = plan(self.base, config), rules(config, None)
-        measure_(
-            out,
-            lambda row: [m for m, _ in calls_of_weight(row, self.rows).most_common(COUNTS)],
-            lambda row: solve(row).weight,
-        )
         found: Choices = {}
-        for row in out.active:
-            choice, counts = chooses.choose(list(row.places)), calls_of_weight(row, self.rows)
-            floating = sum(counts[t.size] * t.float_us for t in row.latency)
-            quantized = sum(counts[t.size] * t.quantized_us for t in row.latency)
+        for row, slow, fast in time_plan(out, self.rows):
+            choice = chooses.choose(list(row.places))
             assert choice.config is not None
-            found[choice.place.name] = (choice.config, floating / quantized if row.latency else None)
+            found[choice.place.name] = (choice.config, slow / fast if row.latency else None)
         return found
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..planning.configs import AOBaseConfig
 from ..planning.quantize_report import NOISE, relative_speed, size
-from ..support.data_frame import FLAG, REAL, TEXT, WHOLE, to_frame
-from ..support.html_table import html_table
+from ..support.tables import FLAG, REAL, TEXT, WHOLE, html_table, to_frame
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..core.describe_spec import describe, shorten
 from ..core.model_arguments import check_arguments
 from ..core.spec import DTYPES
 from ..planning.engines import GGUF, ONNX, Refuses, check_fused, engine_of, refusal, verdict
@@ -349,7 +350,10 @@ def _row(name: str, stored: StoredTensor, choice: OutputChoice, after: int) -> R
     again = f"the codes of {stored.shown}, scales rounded" if choice.codes else f"{choice.how} from {stored.shown}"
     again += "; inputs are not quantized" if choice.drops_inputs else ""
     text = note.get(choice.how, choice.why if choice.how == FLOAT else f"{again}: {choice.why}")
-    return Row(name, "Tensor", stored.kind.shape, scheme, "", stored.nbytes, after, note=text)
+    row = Row(name, "Tensor", stored.kind.shape, scheme, "", stored.nbytes, after, note=text)
+    if isinstance(kind, Meta):
+        row.scheme_text, row.scheme_short = describe(kind.spec), shorten(kind.spec, kind.act)
+    return row
 
 
 def fill(report: Report, chosen: Mapping[str, OutputChoice], sqnr: Mapping[str, float]) -> None:

@@ -1,16 +1,18 @@
-"""pw.open: detects the format of a path and opens its tensors lazily."""
+"""pw.open: detects the format of a path and opens its tensors lazily; the folder with its config and tokenizer."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from ..core.model_arguments import check_arguments
 from .checkpoint import INDEX, SINGLE, Checkpoint, open_once, retry_while_replaced
 from .codecs import CODECS
 from .config_files import METHOD, folder_of, read_config, read_side_json
-from .file import CheckpointError
+from .file import CheckpointError, no_such_path
 from .lazy_checkpoint import Opened, open_safetensors
 from .strict_json import resolve_inside
 
@@ -134,3 +136,26 @@ def quantization_of(config: Mapping[str, Any] | None, folder: str) -> Mapping[st
             )
     older = read_side_json(folder, "quantize_config.json")  # AutoGPTQ before its transformers integration
     return {} if older is None else {"quant_method": "gptq", **older}
+
+
+@contextmanager
+def model_folder(path: str) -> Iterator[str]:
+    """The folder from which transformers reads config.json and the tokenizer of a checkpoint: its own, or for a GGUF
+    file one with those of its metadata.
+
+    path   a folder, a file in one, or a GGUF file. The metadata of a GGUF file are written to a temporary folder, which
+           is removed at the end; in a folder with a GGUF file and a config.json, config.json is used.
+
+    Raises CheckpointError if there is no such path or the metadata describe no model that transformers has.
+    """
+    if not os.path.lexists(path):
+        raise CheckpointError(path, None, f"there is no such file or folder{no_such_path(path)}")
+    found = find_gguf(path)
+    if found is None or (os.path.isdir(path) and os.path.lexists(os.path.join(path, "config.json"))):
+        yield folder_of(path)
+        return
+    from .gguf.reader import open_gguf, under_hf_names, write_side_files
+
+    with open_gguf(path, found) as source, tempfile.TemporaryDirectory() as folder:
+        write_side_files(under_hf_names(source), folder, None)
+        yield folder

@@ -14,9 +14,9 @@ from torch import nn
 from ..core.spec import DTYPES
 from .checkpoint import Checkpoint
 from .config_files import read_config
+from .detect_format import model_folder
 from .detect_format import open as open_any
 from .file import CheckpointError
-from .model_folder import model_folder
 from .safetensors_file import Entry
 from .state_dict import slots_of
 

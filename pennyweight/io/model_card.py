@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..core.describe_spec import describe, describe_activation
+from ..core.describe_spec import describe, describe_activation, format_word
 from ..kernels.table import op_of
 from ..planning.configs import AOBaseConfig
 from ..planning.configs.serialize import config_from_data
@@ -118,7 +118,7 @@ def model_card(
         base = base or _base_of(source) or _base_of(folder_of(checkpoint.path), config)
         title = base.rpartition("/")[2] or os.path.basename(os.path.realpath(source or folder))
         schemes = _schemes(checkpoint)
-        formats = sorted({meta.spec.format.name for meta in checkpoint.quantized.values()})
+        formats = sorted({format_word(meta.spec) for meta in checkpoint.quantized.values()})
         body = [
             "---", *_front_matter(folder, source, base, config, checkpoint, [*formats, *tags]), "---", "", MARK, "",
             f"# {title}, {' and '.join(formats) or 'float'}", "", _opening(base, checkpoint), "",

@@ -140,6 +140,3 @@ def on_device(run: Callable[..., Any], device: torch.device) -> Callable[..., An
             return run(*args)
 
     return guarded
-
-
-__all__ = ["ALIGNMENT", "aligned", "linear_arguments", "on_device", "readable", "rows", "vector"]

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ..core import device_hooks
-from ..core.layouts import READABLE, compact_layout, get_layout
+from ..core.layouts import READABLE, compact_layout, get_layout, register_packing
 from ..core.tensor import AffineQuantizedTensor
 from .table import Case, Kernel, case_of, kernels, select
 from .target import fits, target_of
@@ -61,4 +60,4 @@ def _pack_moved(w: AffineQuantizedTensor, before: str | None) -> AffineQuantized
     return prepare(w, ops) if ops else w
 
 
-device_hooks.register(lambda devices, device: fits(devices, target_of(device)), _pack_moved)
+register_packing(lambda devices, device: fits(devices, target_of(device)), _pack_moved)

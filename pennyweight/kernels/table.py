@@ -249,7 +249,7 @@ class Explanation:
         return f"<Explanation: {runs} runs {self.op}: {self.case}>"
 
     def _repr_html_(self) -> str:
-        from ..support.html_table import html_table
+        from ..support.tables import html_table
 
         rows = [[name, str(rank), verdict] for name, rank, verdict in self.rows]
         runs = next((i for i, row in enumerate(rows) if row[2] == "RUNS"), None)

@@ -131,9 +131,3 @@ def check_target(name: str, value: object) -> None:
     """Raise ArgumentError unless the value is None, a device of this machine, or a target."""
     if value is not None:
         read_target(value, name)  # type: ignore[arg-type]
-
-
-__all__ = [
-    "KNOWN", "assume_target", "capability", "check_target", "device_type", "fits", "forget_targets", "read_target",
-    "target_of",
-]  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core import blocks
 from ..core.formats import E2M1, E4M3, E8M0, INT4
-from ..core.layouts import Layout, register_layout
+from ..core.layouts import Layout, register_layout, require_fit
 from ..core.numerics import Parts
 from ..core.packing import pack_bits, unpack_bits
 from ..core.spec import MXFP8, NVFP4, TINYGEMM, QuantSpec
@@ -79,7 +79,7 @@ def fits_int4(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
 
 def _pack_int4(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """codes: words; scale: [K/g, N, 2] (scale, offset); offset: None."""
-    _check(fits_int4(spec, shape), "torch_int4_gpu", spec, shape)
+    require_fit("torch_int4_gpu", fits_int4(spec, shape), spec, shape)
     offset = torch.zeros_like(parts.scale) if parts.offset is None else parts.offset
     both = torch.stack([parts.scale, offset], -1).transpose(0, 1).contiguous()
     codes = parts.codes.to(torch.int16) + 8 if spec.format is INT4 else parts.codes
@@ -93,11 +93,6 @@ def _unpack_int4(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     both = parts.scale.transpose(0, 1)
     offset = None if spec.offset is None else both[..., 1].contiguous()
     return parts._replace(codes=codes, scale=both[..., 0].contiguous(), offset=offset)
-
-
-def _check(verdict: bool | str, layout: str, spec: QuantSpec, shape: Sequence[int]) -> None:
-    if verdict is not True:
-        raise ValueError(f"layout {layout!r} of {tuple(shape)} {spec}: {verdict}")
 
 
 _INT4_EXAMPLES = (
@@ -168,7 +163,7 @@ def _scale_parts(scale: Any) -> Parts:
 
 
 def _pack_blocks(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
-    _check(fits_blocks(spec, shape), "torch_blocks_gpu", spec, shape)
+    require_fit("torch_blocks_gpu", fits_blocks(spec, shape), spec, shape)
     scale = _scale_parts(parts.scale)
     tiles = tiled_scales(scale.codes.view(torch.uint8)).view(scale.codes.dtype)
     return parts._replace(codes=block_codes(parts.codes, spec), scale=scale._replace(codes=tiles))

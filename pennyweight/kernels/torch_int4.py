@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..core import blocks
 from ..core.formats import INT4, UINT4
-from ..core.layouts import Layout, register_layout
+from ..core.layouts import Layout, register_layout, require_fit
 from ..core.numerics import Parts
 from ..core.spec import TINYGEMM, QuantSpec
 from ..core.tensor import AffineQuantizedTensor
@@ -50,9 +50,7 @@ def fits_int4pack(spec: QuantSpec, shape: Sequence[int], tile: int = 16) -> bool
 
 def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """codes: aten's packed bytes [N, K/2]; scale: [K/g, N, 2] (scale, offset) in the spec's own dtype; offset: None."""
-    verdict = fits_int4pack(spec, shape)
-    if verdict is not True:
-        raise ValueError(f'layout "torch_int4" of {tuple(shape)} {spec}: {verdict}')
+    require_fit("torch_int4", fits_int4pack(spec, shape), spec, shape)
     _byte_order()  # cached here, outside any trace, where values can be read
     offset = torch.zeros_like(parts.scale) if parts.offset is None else parts.offset
     both = torch.stack([parts.scale, offset], -1).transpose(0, 1).contiguous()

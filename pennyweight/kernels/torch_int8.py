@@ -52,13 +52,13 @@ def _scaled(y: Tensor, scale: Any, bias: Tensor | None, x: Tensor) -> Tensor:
 # -- both operands int8 ----------------------------------------------------------------------------------------------
 
 
-def _constant_while_tracing(fn: Callable[..., Any]) -> Callable[..., Any]:
+def constant_while_tracing(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Same as torch.compiler.assume_constant_result, without importing torch._dynamo."""
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
 
 
-@_constant_while_tracing
+@constant_while_tracing
 @lru_cache(maxsize=1)
 def int_mm_saturates() -> bool:
     """Whether ``torch._int_mm`` gives wrong sums here: without VNNI, oneDNN adds pairs of products in 16 bits."""

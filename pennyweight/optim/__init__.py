@@ -1,9 +1,8 @@
 """Optimizers with 8-bit or 4-bit states: drop-in for torch.optim's, at a quarter or an eighth of the state memory."""
 
-from .adam import Adam4bit, Adam8bit, AdamFp8, AdamW4bit, AdamW8bit, AdamWFp8
 from .base import LowBitOptimizer, Memory
-from .momentum import Lion8bit, SGD8bit
 from .offload import CPUOffloadOptimizer
+from .optimizers import Adam4bit, Adam8bit, AdamFp8, AdamW4bit, AdamW8bit, AdamWFp8, Lion8bit, SGD8bit
 from .parq import ProximalOptimizer, PruneOptimizer, QuantOptimizer
 
 __all__ = [

@@ -274,13 +274,15 @@ def _similar(word: str, known: Collection[str], cutoff: float = 0.5) -> str:
 
 
 def _respelled(key: str, names: Collection[str]) -> list[str]:
-    """A glob whose words that occur in no name are replaced by similar ones: "*.down_prj" -> "*.down_proj"."""
+    """A glob whose words that occur in no name are replaced by similar ones, if need be after any prefix:
+    "*.down_prj" -> "*.down_proj", "self_atn.*" -> "*.self_attn.*"."""
     if key.startswith("re:") or not _is_pattern(key):
         return []
     words = {word for name in names for word in name.split(".")}
     close = {w: close_names(w, sorted(words), 1, 0.6) for w in key.split(".") if not _is_pattern(w)}
     fixed = ".".join(close[w][0] if w not in words and close.get(w) else w for w in key.split("."))
-    return [fixed] if fixed != key and any(_matches(fixed, name) for name in names) else []
+    tried = (fixed, f"*.{fixed}")  # a pattern must match a whole name
+    return [k for k in tried if k != key and any(_matches(k, name) for name in names)][:1]
 
 
 def _type(place: Place) -> str:

@@ -86,6 +86,20 @@ class Plan(ReturnedInPlaceOfModel):
 
     config: Any
     rows: list[PlanRow]
+    filter_fn: Filter | None = field(default=None, repr=False)
+    skip: Skip = field(default=(), repr=False)
+    on_indivisible: str = field(default="pad", repr=False)
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise PlanError if this is the plan of a model with other parameters."""
+        mine = {row.name: row.shape for row in self.rows if row.call is None}
+        found = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        other = [name for name, shape in mine.items() if found.get(name) != shape]
+        if other:
+            there = f"has shape {list(found[other[0]])}" if other[0] in found else "does not exist"
+            raise PlanError(
+                f"the plan is of another model: {other[0]} {list(mine[other[0]])} {there} here; call plan with this one"
+            )
 
     @property
     def active(self) -> list[PlanRow]:
@@ -209,7 +223,7 @@ def plan(
             row.note = "; ".join(filter(None, (row.note, config.notes[row.key])))
         rows.append(row)
     _check(rows)
-    return Plan(config, rows)
+    return Plan(config, rows, filter_fn, skip, on_indivisible)
 
 
 # -- parameters ------------------------------------------------------------------------------------------------------
@@ -411,11 +425,18 @@ def _check(rows: list[PlanRow]) -> None:
         if not any(r.site is not None or r.call is not None or r.left == "skipped" for r in matched):
             raise PlanError(f"{key!r} matches nothing that can be quantized: {matched[0].name}: {matched[0].note}")
     if not any(r.scheme is not None or r.call is not None for r in rows):
-        reasons = sorted({f"{r.type_name}: {r.note}" for r in rows if r.note and len(r.shape) > 1})
+        reasons = sorted(
+            {
+                r.note if r.note.startswith(r.type_name) else f"{r.type_name}: {r.note}"
+                for r in rows if r.note and len(r.shape) > 1
+            }
+        )  # fmt: skip
+        kinds = [r.type_name for r in rows if r.note.endswith("not selected by default") and hasattr(nn, r.type_name)]
+        select = f"isinstance(module, torch.nn.{kinds[0]})" if kinds else "..."
         raise PlanError(
             "nothing would be quantized; "
             + ("; ".join(reasons[:6]) if reasons else "the model has no parameters with two or more axes")
-            + ". Select modules with filter_fn=lambda module, fqn: ..., or parameters by name with FqnToConfig"
+            + f". Select modules with filter_fn=lambda module, fqn: {select}, or parameters by name with FqnToConfig"
         )
 
 

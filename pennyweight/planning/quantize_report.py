@@ -10,9 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..core.model_arguments import ReturnedInPlaceOfModel
-from ..support.data_frame import ANY, FLAG, REAL, TEXT, WHOLE, to_frame
-from ..support.html_table import html_table
-from ..support.text_table import text_table
+from ..support.tables import ANY, FLAG, REAL, TEXT, WHOLE, html_table, text_table, to_frame
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -45,7 +45,7 @@ ON_SLOWER = ("keep", "skip")
 @check_arguments()
 def quantize_(
     model: nn.Module,
-    config: AOBaseConfig | str | Callable[[nn.Module], nn.Module],
+    config: AOBaseConfig | str | Plan | Callable[[nn.Module], nn.Module],
     filter_fn: Filter | None = None,
     device: torch.device | str | None = None,
     *,
@@ -65,7 +65,8 @@ def quantize_(
     """Quantize the model's parameters in place and return a report.
 
     config          the quantization scheme of the selected parameters: a config, its short name ("int4"), the path of
-                    its file ("mixed.yaml"), or a PennyweightConfig, which brings ``skip`` and ``on_indivisible``.
+                    its file ("mixed.yaml"), or a PennyweightConfig or a :class:`Plan` of this model, which bring
+                    ``skip`` and ``on_indivisible``, a plan also ``filter_fn``.
                     "w4a16-awq" also stands for its algorithm, and needs calibration data
     filter_fn       (module, fqn) -> bool; default: linear modules
     device          move each selected module to this device, its weight before quantization
@@ -115,6 +116,11 @@ def quantize_(
     ('AffineQuantizedTensor', (3, 8))
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps a module and puts its own prefix on names
+    if isinstance(config, Plan):
+        if filter_fn is not None or skip or on_indivisible != "pad":
+            raise PlanError("a plan has its filter_fn, skip and on_indivisible; leave them out, or pass them to plan")
+        config.check_model(model)
+        filter_fn, skip, on_indivisible, config = config.filter_fn, config.skip, config.on_indivisible, config.config
     a_class = isinstance(config, type) and not issubclass(config, nn.Module)
     if a_class or isinstance(config, (nn.Module, ReturnedInPlaceOfModel)):
         raise ArgumentTypeError(not_a_config("config", config))

@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..planning.quantize_report import size
-from ..support.data_frame import ANY, FLAG, REAL, TEXT, WHOLE, to_frame
-from ..support.html_table import html_table
-from ..support.text_table import text_table
+from ..support.tables import ANY, FLAG, REAL, TEXT, WHOLE, html_table, text_table, to_frame
 from .metrics import Distribution
 
 if TYPE_CHECKING:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ..io.config_files import read_config, read_side_json
-from ..io.detect_format import find_gguf
+from ..io.detect_format import find_gguf, model_folder
 from ..io.loading import load
 from ..io.meta_model import fresh_model
-from ..io.model_folder import model_folder
 from ..support.extras import install
 
 BATCH, LENGTH, LIMIT = 8, 256, 64
+# one of them is in each folder with a tokenizer
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 MAX_TEXT_BYTES = 64 << 20  # per file; evaluation uses a few hundred kilobytes
 
 
@@ -40,6 +41,8 @@ def load_tokenizer(folder: str) -> Any:
         raise ValueError(f"--text needs transformers for its tokenizers: {install('hf')}") from None
     if find_gguf(folder) is None and read_config(folder) is None:
         raise ValueError(f"{folder} has no config.json; --text needs a model folder with a tokenizer")
+    if find_gguf(folder) is None and not any(os.path.exists(os.path.join(folder, name)) for name in TOKENIZERS):
+        raise ValueError(f"{folder} has no tokenizer ({TOKENIZERS[0]} and others); copy the files of the float model")
     try:
         with model_folder(folder) as files:
             tokenizer = AutoTokenizer.from_pretrained(files, trust_remote_code=False, local_files_only=True)

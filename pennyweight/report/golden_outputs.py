@@ -29,10 +29,9 @@ from ..io.safetensors_file import Entry, File, Writer, place
 from ..io.strict_json import parse
 from ..planning.run_batch import run_batch
 from ..support.arguments import check_number, did_you_mean, show
-from ..support.data_frame import FLAG, REAL, TEXT, WHOLE, to_frame
 from ..support.errors import ArgumentTypeError
-from ..support.html_table import html_table
 from ..support.progress import Progress, step
+from ..support.tables import FLAG, REAL, TEXT, WHOLE, html_table, to_frame
 from .layers import unwrapped
 from .metrics import Distribution, distribution, ratio
 from .outputs import batches_of, evaluating, floats, kind_of_output, logits_of, mask_of

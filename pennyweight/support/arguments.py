@@ -136,12 +136,12 @@ def check_skip(name: str, value: object) -> None:
 
 def check_number(
     name: str, value: object, least: float | None = None, below: float | None = None, *, integer: bool = False,
-    positive: bool = False, most: float | None = None,
+    positive: bool = False,
 ) -> None:  # fmt: skip
     """Raise ArgumentTypeError unless the value is a number, ValueError unless it is in the range.
 
     integer    a whole number; booleans are none
-    positive   above 0;  least: at least;  most: at most;  below: less than
+    positive   above 0;  least: at least;  below: less than
     """
     kind = "an integer" if integer else "a number"
     if integer:
@@ -149,7 +149,6 @@ def check_number(
     else:
         right = isinstance(value, Real) and not isinstance(value, bool)
     bounds = [f"of at least {least}"] if least is not None else []
-    bounds += [f"of at most {most}"] if most is not None else []
     bounds += [f"below {below}"] if below is not None else []
     wanted = " ".join([f"a positive {kind.split()[1]}" if positive else kind, " and ".join(bounds)]).strip()
     if not right:
@@ -157,7 +156,7 @@ def check_number(
         raise ArgumentTypeError(f"{name} must be {wanted}, got {show(value)}{f'; write it{quoted}' if quoted else ''}")
     number: Any = value
     inside = number > 0 if positive else number >= float("-inf")  # NaN is not inside
-    inside = inside and (least is None or number >= least) and (most is None or number <= most)
+    inside = inside and (least is None or number >= least)
     if not inside or (below is not None and number >= below):
         raise ValueError(f"{name} must be {wanted}, got {value!r}")
 

@@ -1,4 +1,5 @@
-"""The environment variables of the package. Nothing else reads one; docs/install.md has them for users.
+"""The environment variables of the package, and the cache folder. Nothing else reads one; docs/install.md has them for
+users.
 
 Those of an installation (``PENNYWEIGHT_TARGET``, ``PENNYWEIGHT_NATIVE_FLAGS`` ...) are read by setup.py.
 """
@@ -6,7 +7,9 @@ Those of an installation (``PENNYWEIGHT_TARGET``, ``PENNYWEIGHT_NATIVE_FLAGS`` .
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -37,3 +40,15 @@ CHECK = Variable("PENNYWEIGHT_CHECK", "1: each fused call also runs unfused, and
 PROGRESS = Variable("PENNYWEIGHT_PROGRESS", "0: no progress bars; 1: also where stderr is no terminal")
 
 VARIABLES = (NATIVE, CPU_ISA, GPU, CHECK, PROGRESS)
+
+
+def cache_folder() -> Path:
+    """The cache folder of this user, which may not exist: results that another process may reuse, and can compute
+    again."""
+    if sys.platform == "win32":
+        root = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    elif sys.platform == "darwin":
+        root = Path.home() / "Library" / "Caches"
+    else:
+        root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return root / "pennyweight"

@@ -9,9 +9,8 @@ from .low_precision.configs import (
     MXTrainingConfig,
 )
 from .low_precision.convert import convert_to_float8_training, stochastic_rounding, to_high_precision_
-from .low_precision.functional import linear
 from .low_precision.grouped import grouped_mm
-from .low_precision.layer import LowPrecisionLinear
+from .low_precision.linear import LowPrecisionLinear, linear
 from .low_precision.recipes import FORWARD, RECIPES, Gemm, Operand, Recipe, get_recipe
 from .qat.config import QATConfig
 from .qat.distillation import Teacher, distillation_loss

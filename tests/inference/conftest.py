@@ -6,7 +6,7 @@ import torch
 from pennyweight.core.spec import INT8_ROW
 from pennyweight.core.tensor import AffineQuantizedTensor
 from pennyweight.inference import bound_block
-from pennyweight.inference.runner import Reference
+from pennyweight.inference.bound_block import Reference
 from pennyweight.kernels.block import AttentionStep, Columns, Heads, Layer, LinearStep, Steps
 from pennyweight.kernels.native.block import compile_steps
 from pennyweight.kernels.repack import prepare
@@ -24,4 +24,4 @@ def native() -> bool:
 @pytest.fixture(autouse=True)
 def _runner(monkeypatch: pytest.MonkeyPatch) -> None:
     if not native():
-        monkeypatch.setattr(bound_block, "runner", Reference)
+        monkeypatch.setattr(bound_block, "compile_steps", Reference)

@@ -401,7 +401,7 @@ def test_a_fault_in_the_cache_is_found() -> None:
 
 
 def test_the_environment_variable() -> None:
-    code = "from pennyweight.inference.check_block import enabled; print(enabled())"
+    code = "from pennyweight.inference.verify_block import checks_enabled; print(checks_enabled())"
     for value, expected in (("1", "True"), ("0", "False")):
         result = subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "PENNYWEIGHT_CHECK": value}, capture_output=True,

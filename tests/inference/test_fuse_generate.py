@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import pennyweight as pw
 from pennyweight.inference import block_cache
 from pennyweight.inference.bound_block import Bound
-from pennyweight.inference.check_block import checked
+from pennyweight.inference.verify_block import checked
 from tests.inference.fuse_models import DECODERS, GENERATING, NEWEST, inputs, model_of
 
 transformers = pytest.importorskip("transformers")

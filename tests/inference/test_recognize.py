@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.inference import FusedBlock
-from pennyweight.inference.identify import activation, norm_form
+from pennyweight.inference.query_graph import activation, norm_form
 from pennyweight.inference.trace_block import record
 from pennyweight.kernels.block import ACTIVATIONS, LinearStep, NormStep
 from tests.inference.fuse_models import FAMILIES, blocks_of, model_of

@@ -52,7 +52,7 @@ def test_front_matter(tmp_path: Path) -> None:
         "library_name": "transformers", "base_model": "org/base-1.5", "base_model_relation": "quantized",
         "quantized_by": "pennyweight", "license": "other", "license_name": "some-license",
         "license_link": "https://example.com/license", "language": ["en", "no"], "pipeline_tag": "text-generation",
-        "tags": ["pennyweight", "quantized", "uint4"],
+        "tags": ["pennyweight", "quantized", "int4"],
     }  # fmt: skip
 
 

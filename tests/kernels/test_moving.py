@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import pennyweight as pw
-from pennyweight.core import device_hooks
+from pennyweight.core import layouts
 from pennyweight.core.layouts import READABLE, get_layout
 from pennyweight.core.ops.parts import stored_tensors
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
@@ -58,8 +58,8 @@ def fake(fake_cuda: None) -> Iterator[FakeTensorMode]:
 def asked_on_arrival(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     """The questions that core asks on arrival."""
     asked: list[tuple[Any, Any]] = []
-    pack = device_hooks._PACK[0]
-    monkeypatch.setattr(device_hooks, "_PACK", [lambda w, before: asked.append((w, before)) or pack(w, before)])
+    pack = layouts._PACK[0]
+    monkeypatch.setattr(layouts, "_PACK", [lambda w, before: asked.append((w, before)) or pack(w, before)])
     return asked
 
 

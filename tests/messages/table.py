@@ -64,7 +64,19 @@ MODEL: list[Row] = [
 ]  # fmt: skip
 
 CALLS: list[Row] = [
-    ("pw.quantize_(mlp, planned)", TypeError, ("got a Plan", "the config that it was made with", "filter_fn and skip")),
+    ("pw.explain(quantized)", TypeError, ("got a model (Sequential)", "explain(torch.float32, model)")),
+    ('pw.explain(x, "0.weight")', TypeError, ("w must be a quantized weight or a model", "'0.weight'")),
+    ("pw.fuse_(quantized, x, 3)", TypeError, ("fuse_ takes 2 arguments by position (model, example), got 3",)),
+    ("pw.recommend(mlp)", TypeError, ("recommend needs example_inputs: an input of the model",)),
+    ("pw.compare(mlp, other, [x])", ValueError, ("cannot be compared", "[4, 32]", "[4, 16]")),
+    ('pw.load("saved", torch.nn.Linear)', TypeError, ("got the class Linear", "pass an instance, Linear(...)")),
+    ('pw.push_to_hub("saved")', TypeError, ("push_to_hub needs repo_id",)),
+    ("pw.benchmark", AttributeError, ("measure=True", "pennyweight doctor --bench")),
+    ("report.to_html()", AttributeError, ("notebooks show it as HTML", "pennyweight report FOLDER")),
+    ('pw.quantize_(mlp, "4")', ValueError, ("unknown config '4'", "did you mean 'int4'")),
+    ('pw.quantize_(mlp, "q4_k_m")', ValueError, ("is a type of GGUF files", "gguf_type='q4_k_m'")),
+    ('pw.quantize_(mlp, pw.plan(net, "int8"))', PlanError, ("the plan is of another model", "call plan with this one")),
+    ('pw.quantize_(mlp, planned, skip=["0"])', PlanError, ("a plan has its filter_fn, skip", "pass them to plan")),
     ("pw.plan(mlp, planned)", TypeError, ("got a Plan", "the config that it was made with")),
     ("pw.quantize_(mlp, report)", TypeError, ("got a Report", "the config that it was made with")),
     ("pw.quantize_(mlp)", TypeError, ("quantize_ needs config", "Int8WeightOnlyConfig()", '"int8"')),

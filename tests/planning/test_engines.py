@@ -67,7 +67,7 @@ def test_what_an_engine_reads_is_said_and_the_rest_is_refused() -> None:
         (
             "vllm",
             "int4",
-            r"q_proj.weight: vLLM on a CPU does not read uint4, groups of 128.*; use 'w4a16', .*and 3 more",
+            r"q_proj.weight: vLLM on a CPU does not read int4, groups of 128.*; use 'w4a16', .*and 3 more",
         ),
         ("vllm", "int8", "supports? weights of 4 bits, and of 8 bits only with 8-bit inputs; use 'w8a8'"),
         ("llama.cpp", "fp8", "does not read e4m3, per row.*no GGUF type stores them; use 'q8_0'"),
@@ -134,7 +134,7 @@ def test_search_obeys_the_engine() -> None:
     assert len(chosen) == 1
     assert pw.quantize_(model, found.config, for_="vllm").quantized
     assert found.within("8.3 bpw").fused == found.fused == (("q_proj.weight", "k_proj.weight", "v_proj.weight"),)
-    with pytest.raises(pw.PlanError, match=r"does not read uint4.*offsets"):
+    with pytest.raises(pw.PlanError, match=r"does not read int4.*offsets"):
         pw.search(Block(128), data, "5 bpw", for_="vllm", candidates=["int4"], metric="error")
     with pytest.raises(pw.PlanError, match="no searched layer is named 'x_proj'"):
         pw.search(Block(128), data, "5 bpw", fused=[("x_proj",)], metric="error", algorithm="nearest")

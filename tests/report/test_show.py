@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import pennyweight as pw
-from pennyweight.core.tensor_html import LIMIT
+from pennyweight.core.describe_spec import LIMIT
 from pennyweight.planning.quantize_report import LINES, Latency, Row, relative_speed
-from pennyweight.support.html_table import SHOWN, html_table
+from pennyweight.support.tables import SHOWN, html_table
 
 
 class Parsed(HTMLParser):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pennyweight.kernels.torch_int8 import _constant_while_tracing, int_mm_saturates
+from pennyweight.kernels.torch_int8 import constant_while_tracing, int_mm_saturates
 
 from .enums import MappingType
 from .primitives import choose_qparams_affine, dequantize_affine, quantize_affine
@@ -18,7 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-@_constant_while_tracing
+@constant_while_tracing
 def _saturates() -> bool:
     return int_mm_saturates()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from ...planning.layer_timing import (
     COUNTS,
     Call,
+    Calls,
     TimeLayer,
     calls_of_weight,
     layer_calls,
@@ -19,7 +20,7 @@ from ...planning.layer_timing import (
     measure_,
     wait_for,
 )
-from ...planning.plan import Plan
+from ...planning.plan import Plan, PlanRow
 from ...planning.run_batch import run_batch
 from ..calibration.block_order import inference_mode
 from ..solve import solve
@@ -61,6 +62,21 @@ class LayerTimes:
     options: dict[str, list[float]]
 
 
+def time_plan(plan: Plan, seen: Calls, timed: TimeLayer | None = None) -> Iterator[tuple[PlanRow, float, float]]:
+    """Each active row of a plan, and the microseconds of its calls in float and quantized, at the sizes of the input
+    ``seen`` most often (see :func:`~pennyweight.planning.layer_timing.layer_calls`); 0 for what is not timed."""
+    measure_(
+        plan,
+        lambda row: [m for m, _ in calls_of_weight(row, seen).most_common(COUNTS)],
+        lambda row: solve(row).weight,
+        timed,
+    )
+    for row in plan.active:
+        counts = calls_of_weight(row, seen)
+        floating = sum(counts[t.size] * t.float_us for t in row.latency)
+        yield row, floating, sum(counts[t.size] * t.quantized_us for t in row.latency)
+
+
 def layer_times(model: nn.Module, example: Any, plans: Sequence[Plan], clock: CallTimer) -> LayerTimes:
     """Times of the float model on ``example``, and of its linear layers under each plan at the row counts that occur
     there.
@@ -81,17 +97,8 @@ def layer_times(model: nn.Module, example: Any, plans: Sequence[Plan], clock: Ca
     floats: dict[str, float] = {}
     ratios: dict[str, list[float]] = {}
     for one in plans:
-        measure_(
-            one,
-            lambda row: [m for m, _ in calls_of_weight(row, seen).most_common(COUNTS)],
-            lambda row: solve(row).weight,
-            clock.layer,
-        )
-        for row in one.active:
-            counts = calls_of_weight(row, seen)
-            took = sum(counts[t.size] * t.float_us for t in row.latency) / 1e6
-            quantized = sum(counts[t.size] * t.quantized_us for t in row.latency) / 1e6
-            floats[row.name] = min(floats.get(row.name, took), took)
+        for row, took, quantized in time_plan(one, seen, clock.layer):
+            floats[row.name] = min(floats.get(row.name, took / 1e6), took / 1e6)
             ratios.setdefault(row.name, []).append(quantized / took if took else 0.0)
         whole = min(whole, time_whole())
     layers = sum(floats.values())

@@ -12,8 +12,7 @@ from ...planning.configs import FqnToConfig
 from ...planning.configs.files import write_config
 from ...planning.configs.serialize import config_to_data
 from ...planning.quantize_report import size, speed_of_float
-from ...support.data_frame import FLAG, REAL, TEXT, WHOLE, to_frame
-from ...support.html_table import html_table
+from ...support.tables import FLAG, REAL, TEXT, WHOLE, html_table, to_frame
 from .budget import Base, Budget, Table, allocate, check, duration, limits, merge, totals
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ from torch import Tensor
 from ...core import blocks
 from ...core.numerics import Parts, dequantize, encode, quantize, store_qparams, stored_value
 from ...core.qparams import Params, choose, default_rule
+from ...core.qparams_search import select_blocks
 from ..base import Solution, Solver, Task, register
 from .kquant_search import search_kquant, stack_rows
-from .qparam_grid import grid_candidates, range_shares, select_blocks
+from .qparam_grid import grid_candidates, range_shares
 from .rtn import Nearest
 
 _CHUNK = 1 << 23  # elements per chunk: the search needs about six arrays of that size

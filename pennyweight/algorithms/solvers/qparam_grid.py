@@ -11,6 +11,7 @@ from torch import Tensor
 from ...core import blocks
 from ...core.numerics import Parts, encode, quantize, store_qparams, stored_value
 from ...core.qparams import Params, choose, default_rule
+from ...core.qparams_search import select_blocks
 from ...core.spec import QuantSpec
 from ..base import Task
 
@@ -149,9 +150,3 @@ def weighted_range(task: Task, importance: Tensor) -> Params:
         best = select_blocks(better, p, best)
     assert best is not None
     return best
-
-
-def select_blocks(which: Tensor, a: Params, b: Params) -> Params:
-    """Entries of a where ``which``, else of b."""
-    pairs = zip(a, b, strict=True)
-    return Params(*(None if x is None or y is None else torch.where(which, x, y) for x, y in pairs))

@@ -7,8 +7,9 @@ from torch import Size, Tensor
 
 from ...core import blocks
 from ...core.qparams import Params
+from ...core.qparams_search import select_blocks
 from ...core.spec import QuantSpec
-from .qparam_grid import QParamGrid, make_grid, select_blocks
+from .qparam_grid import QParamGrid, make_grid
 from .rtn import output_error
 
 _CHUNK = 1 << 24  # elements of a temporary

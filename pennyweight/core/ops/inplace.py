@@ -447,6 +447,3 @@ def _setitem(func: Any, args: Any, kwargs: Any) -> None:
     x[index] = value
     with torch.no_grad():
         write_(w, x)
-
-
-__all__ = ["check_writable", "copy_parts_", "stochastic_writes", "write_"]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing as _view
 
-from .. import blocks, device_hooks
-from ..layouts import READABLE, get_layout, portable_layout
+from .. import blocks
+from ..layouts import READABLE, get_layout, pack_on_arrival, portable_layout, reads_layout
 from ..spec import DTYPES
 from ..tensor import FUNCTIONS, VALUE_SLOTS, AffineQuantizedTensor, each_part, implements
 
@@ -127,14 +127,14 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
     if dtype not in DTYPES.values():
         return NotImplemented
     device, before = torch.device(kwargs.get("device") or w.device), w.spec.layout
-    if device.type != "meta" and not device_hooks.reads_layout(before, device):  # packed for another device
+    if device.type != "meta" and not reads_layout(before, device):  # packed for another device
         w = w.to_layout(portable_layout(w.spec))
     repacked = _moves(w, device) and (w.readers is not None or get_layout(before).devices is not None)
     # packing on a CPU reads what has arrived, which a copy that is still under way has not
     non_blocking = bool(kwargs.get("non_blocking")) and not (repacked and device.type == "cpu")
     out = map_parts(w, lambda p: p.to(device, copy=True, non_blocking=non_blocking), dtype=dtype, readonly=False)
     if repacked:
-        out = device_hooks.pack_on_arrival(out, before)
+        out = pack_on_arrival(out, before)
     return out.pin_memory() if kwargs.get("pin_memory") else out
 
 

@@ -13,8 +13,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ...core.model_arguments import check_arguments
 from ...core.tensor import AffineQuantizedTensor
+from ...io.detect_format import model_folder
 from ...io.loading import load
-from ...io.model_folder import model_folder
 from ...io.state_dict import slots_of
 from ...support.arguments import check_nothing, show
 from ...support.errors import ArgumentTypeError

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.formats import INT3, INT4, INT7, INT8, UINT4, UINT7, UINT8
-from ...core.layouts import Layout, register_layout
+from ...core.formats import INT3, INT4, INT8, UINT4
+from ...core.layouts import Layout, register_layout, require_fit
 from ...core.numerics import Parts
 from ...core.spec import INT8_ROW, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
@@ -32,7 +32,7 @@ from ..table import Case, Kernel, case_of, register_kernel
 from ..target import target_of
 from .abi import CONV_WEIGHT, FLOAT, NONE, Conv
 from .int_linear import describe as describe_linear
-from .int_linear import map_groups, padded_columns, tile_rows, untile_rows
+from .int_linear import fits_input, map_groups, padded_columns, static_input, tile_rows, untile_rows
 from .library import KINDS, usable
 from .pack_ops import STEP, TILE, pack_codes, unpack_codes
 
@@ -99,9 +99,7 @@ def fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
 def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """codes: uint8 [ceil(O/16), columns/32 * 64 * bits], or for one input channel [taps, O in whole 16]; scale and
     zero_point: [ceil(O/16), sets, 16]."""
-    verdict = fits(spec, shape)
-    if verdict is not True:
-        raise ValueError(f'layout "cpu_conv" of {tuple(shape)} {spec}: {verdict}')
+    require_fit("cpu_conv", fits(spec, shape), spec, shape)
     z = sizes(spec, shape)
     codes = spec.format.to_unsigned(parts.codes).reshape(z.o, z.sets, z.channels, z.taps)
     if z.direct:
@@ -155,18 +153,10 @@ LAYOUT = register_layout(Layout("cpu_conv", pack, unpack, ("cpu",), _EXAMPLES, _
 def _activation(act: ActivationSpec | None, rank: int) -> bool | str:
     if act is None:
         return "weight-only: the input is not quantized"
-    spec = act.spec
-    if spec.format not in (INT7, INT8, UINT7, UINT8) or spec.mid or spec.offset is not None:
-        return "needs 7- or 8-bit integer activations without an offset"
-    if spec.format.lo == 0 and not spec.zero_point:
-        return "needs signed activations, or unsigned ones with a zero point"
-    if spec.scale not in _FLOATS:
-        return "needs activations with a plain scale"
-    if act.mode == "static":
-        return spec.block is None or "needs one static activation scale"
-    if act.rule not in ((None, "asymmetric") if spec.zero_point else (None, "symmetric", "absmax")):
-        return f"does not support activations with the rule {act.rule!r}"
-    return spec.block == (-1,) * (rank - 1) or "needs one activation scale per sample"
+    verdict = fits_input(act)
+    if verdict is not True or act.mode == "static":
+        return verdict
+    return act.spec.block == (-1,) * (rank - 1) or "needs one activation scale per sample"
 
 
 def _accepts(case: Case) -> bool | str:
@@ -217,18 +207,9 @@ def bind(case: Case) -> Bound:
     """The kernel specialized for one case: a call, and parts of a weight -> its checked operand."""
     struct = describe(replace(case, spec=case.spec.with_(layout="plain")))
     check = arguments.operands(f"convolution {list(case.shape)} {case.spec}", arguments.extents(CONV_WEIGHT, struct), 0)
-    act = case.act
-    shift = 128 if act is not None and act.spec.format is UINT8 else 0
 
     def operand(w: Any) -> arguments.Operand:
-        static = None
-        if act is not None and act.mode == "static":
-            if w.act_scale is None:
-                raise RuntimeError(
-                    "a static activation needs act_scale on the weight; calibrate, or pass it in the config"
-                )
-            static = (w.act_scale, act.spec.scale, w.act_zero_point, shift)
-        return check((w.codes, w.scale, w.zero_point), None, static)
+        return check((w.codes, w.scale, w.zero_point), None, static_input(w, case.act))
 
     return Bound(native_conv.convolution(struct, case.dtype), operand)
 

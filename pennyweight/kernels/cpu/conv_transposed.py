@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...core import blocks
 from ...core.formats import INT4, INT8, UINT4
-from ...core.layouts import Layout, register_layout
+from ...core.layouts import Layout, register_layout, require_fit
 from ...core.numerics import Parts
 from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
@@ -85,9 +85,7 @@ def _kernels(rows: Tensor, shape: Sequence[int]) -> Tensor:
 
 def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """As layout "cpu" packs the weight [taps * O, I]."""
-    verdict = fits(spec, shape)
-    if verdict is not True:
-        raise ValueError(f'layout "{NAME}" of {tuple(shape)} {spec}: {verdict}')
+    require_fit(NAME, fits(spec, shape), spec, shape)
     taps = shape[2:]
     rows = int_linear.map_groups(parts, spec, lambda p: _rows(p, taps))._replace(codes=_rows(parts.codes, taps))
     return int_linear.pack(rows, *as_matrix(spec, shape))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.layouts import Layout, register_layout
+from ...core.layouts import Layout, register_layout, require_fit
 from ...core.numerics import Parts
 from ...core.spec import SPECS, QuantSpec
 from ...core.tensor import ATEN, SLOTS, AffineQuantizedTensor, implements
@@ -78,22 +78,16 @@ def _each(parts: Parts, n: int, fn: Callable[[Parts], Parts]) -> Parts:
 
 def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """The layout of one expert, with a leading axis for experts."""
-    _check_fits(spec, shape)
+    require_fit("cpu_experts", fits(spec, shape), spec, shape)
     inner = _family(spec).LAYOUT
     return _each(parts, shape[0], lambda p: inner.pack(p, spec, shape[1:]))
 
 
 def from_bits(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """As :func:`pack`, from parts in layout "bits"."""
-    _check_fits(spec, shape)
+    require_fit("cpu_experts", fits(spec, shape), spec, shape)
     inner = _family(spec)
     return _each(parts, shape[0], lambda p: inner.from_bits(p, spec, shape[1:]))
-
-
-def _check_fits(spec: QuantSpec, shape: Sequence[int]) -> None:
-    verdict = fits(spec, shape)
-    if verdict is not True:
-        raise ValueError(f'layout "cpu_experts" of {tuple(shape)} {spec}: {verdict}')
 
 
 def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...core import blocks
 from ...core.formats import DYNAMIC4, DYNAMIC8, E2M1, E3M2, E4M3, E5M2, E8M0, INT8, NF4, UINT5, UINT8, Format
-from ...core.layouts import Layout, register_layout
+from ...core.layouts import Layout, register_layout, require_fit
 from ...core.numerics import Parts
 from ...core.spec import NF4_DOUBLE, SPECS, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
@@ -27,7 +27,7 @@ from ..native import linear as native_linear
 from ..table import Bound, Case, Kernel, case_of, register_kernel
 from . import abi
 from .abi import INTEGER, SMALL_FLOAT, TABLE16, TABLE256, FloatLinear
-from .int_linear import coded_fits, is_coded_scale, padded_columns, tile_rows, untile_rows
+from .int_linear import coded_fits, is_coded_scale, packed_columns, padded_columns, tile_rows, untile_rows
 from .library import KINDS, usable
 from .pack_ops import STEP, TILE, pack_codes, pack_stream, unpack_codes
 
@@ -126,10 +126,6 @@ def _outer_rows(spec: QuantSpec, shape: Sequence[int]) -> int:
     return blocks.resolve(kind.block, blocks.counts(spec.block, shape))[0]
 
 
-def _columns(spec: QuantSpec, shape: Sequence[int]) -> int:
-    return max(STEP, padded_columns(blocks.padded(spec.block, shape)[-1], STEP))
-
-
 def _scales(
     scale: Any, spec: QuantSpec, shape: Sequence[int], fn: Callable[[Tensor], Tensor],
     each: Callable[[Tensor, int], Tensor],
@@ -157,23 +153,17 @@ def _scales(
 
 def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """codes: uint8 [tiles of rows, K/32 * 64 * bits]; scales of rows and groups: [tiles of rows, groups, 16]."""
-    _check_fits(spec, shape)
-    columns, bits = _columns(spec, shape), spec.format.bits
+    require_fit("cpu_float", fits(spec, shape), spec, shape)
+    columns, bits = packed_columns(spec, shape), spec.format.bits
     packed = pack_codes(spec.format.to_unsigned(parts.codes.contiguous()), columns, bits, 0)
     return _tiled(parts, spec, shape, packed)
 
 
 def from_bits(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """As :func:`pack`, from parts in layout "bits"."""
-    _check_fits(spec, shape)
+    require_fit("cpu_float", fits(spec, shape), spec, shape)
     width = spec.codes_shape(shape)[-1]
-    return _tiled(parts, spec, shape, pack_stream(parts.codes, width, _columns(spec, shape), spec.format.bits, 0))
-
-
-def _check_fits(spec: QuantSpec, shape: Sequence[int]) -> None:
-    verdict = fits(spec, shape)
-    if verdict is not True:
-        raise ValueError(f'layout "cpu_float" of {tuple(shape)} {spec}: {verdict}')
+    return _tiled(parts, spec, shape, pack_stream(parts.codes, width, packed_columns(spec, shape), spec.format.bits, 0))
 
 
 def _tiled(parts: Parts, spec: QuantSpec, shape: Sequence[int], codes: Tensor) -> Parts:
@@ -187,7 +177,7 @@ def _tiled(parts: Parts, spec: QuantSpec, shape: Sequence[int], codes: Tensor) -
 def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """Inverse of :func:`pack`, bit for bit."""
     n, k = blocks.padded(spec.block, shape)
-    codes = unpack_codes(parts.codes, n, k, _columns(spec, shape), spec.format.bits, 0)
+    codes = unpack_codes(parts.codes, n, k, packed_columns(spec, shape), spec.format.bits, 0)
 
     def untile(p: Tensor) -> Tensor:
         return untile_rows(p, shape[0])
@@ -203,7 +193,7 @@ def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
     """Bytes of padding rows and columns in tiles."""
     n, k = blocks.padded(spec.block, shape)
     bits = spec.format.bits
-    extra = padded_columns(n, TILE) * _columns(spec, shape) * bits // 8 - n * -(-k * bits // 8)
+    extra = padded_columns(n, TILE) * packed_columns(spec, shape) * bits // 8 - n * -(-k * bits // 8)
     more = padded_columns(shape[0], TILE) - shape[0]
     if spec.block is None or _row_block(spec, shape):
         return extra
@@ -280,7 +270,7 @@ def describe(case: Case) -> FloatLinear:
     integer = spec.format.kind == "int" and spec.format.bits in (5, 6)
     group, kind = _group(spec, case.shape), spec.scale
     w = FloatLinear(
-        n=n, k=k, kp=_columns(spec, case.shape), bits=spec.format.bits, group=group, block=SUM_BLOCK,
+        n=n, k=k, kp=packed_columns(spec, case.shape), bits=spec.format.bits, group=group, block=SUM_BLOCK,
         values=arguments.address(values, "numbers of the codes", (torch.float32,), 256), exponent=exponent,
         low=arguments.address(halves[0], "low bytes of the numbers", (torch.uint8,), 256),
         high=arguments.address(halves[1], "high bytes of the numbers", (torch.uint8,), 256),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...core import blocks
 from ...core.formats import E8M0, INT7, INT8, UINT7, UINT8
-from ...core.layouts import Layout, register_layout, unpack_zero_point
+from ...core.layouts import Layout, register_layout, require_fit, unpack_zero_point
 from ...core.numerics import Parts
 from ...core.spec import SPECS, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
@@ -104,7 +104,8 @@ def padded_columns(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
-def _columns(spec: QuantSpec, shape: Sequence[int]) -> int:
+def packed_columns(spec: QuantSpec, shape: Sequence[int]) -> int:
+    """Columns of packed codes: in whole steps."""
     return max(STEP, padded_columns(blocks.padded(spec.block, shape)[-1], STEP))
 
 
@@ -138,30 +139,24 @@ def map_groups(parts: Parts, spec: QuantSpec, fn: Callable[[Tensor], Tensor]) ->
 
 def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """codes: uint8 [ceil(N/16), K/32 * 64 * bits]; scale, zero_point, offset: [ceil(N/16), groups, 16]."""
-    _check_fits(spec, shape)
-    packed = pack_codes(parts.codes.view(torch.uint8), _columns(spec, shape), spec.format.bits, _flip(spec))
+    require_fit("cpu", fits(spec, shape), spec, shape)
+    packed = pack_codes(parts.codes.view(torch.uint8), packed_columns(spec, shape), spec.format.bits, _flip(spec))
     return map_groups(parts, spec, tile_rows)._replace(codes=packed)
 
 
 def from_bits(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """As :func:`pack`, from parts in layout "bits"."""
-    _check_fits(spec, shape)
+    require_fit("cpu", fits(spec, shape), spec, shape)
     width = spec.codes_shape(shape)[-1]
-    packed = pack_stream(parts.codes, width, _columns(spec, shape), spec.format.bits, _flip(spec))
+    packed = pack_stream(parts.codes, width, packed_columns(spec, shape), spec.format.bits, _flip(spec))
     parts = parts._replace(zero_point=unpack_zero_point(parts.zero_point, spec, shape))
     return map_groups(parts, spec, tile_rows)._replace(codes=packed)
-
-
-def _check_fits(spec: QuantSpec, shape: Sequence[int]) -> None:
-    verdict = fits(spec, shape)
-    if verdict is not True:
-        raise ValueError(f'layout "cpu" of {tuple(shape)} {spec}: {verdict}')
 
 
 def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """Inverse of :func:`pack`, bit for bit."""
     n, k = blocks.padded(spec.block, shape)
-    codes = unpack_codes(parts.codes, n, k, _columns(spec, shape), spec.format.bits, _flip(spec))
+    codes = unpack_codes(parts.codes, n, k, packed_columns(spec, shape), spec.format.bits, _flip(spec))
     codes = codes.view(spec.format.code_dtype)
     return map_groups(parts, spec, lambda p: untile_rows(p, n))._replace(codes=codes)
 
@@ -173,7 +168,7 @@ def _flip(spec: QuantSpec) -> int:
 
 def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
     """Bytes of padding rows and columns in tiles."""
-    n, (rows, columns) = shape[0], (padded_columns(shape[0], TILE), _columns(spec, shape))
+    n, (rows, columns) = shape[0], (padded_columns(shape[0], TILE), packed_columns(spec, shape))
     width = blocks.padded(spec.block, shape)[-1]
     extra = rows * columns * spec.format.bits // 8 - n * -(-width * spec.format.bits // 8)
     if spec.block is not None:
@@ -192,9 +187,8 @@ LAYOUT = register_layout(Layout("cpu", pack, unpack, ("cpu",), _EXAMPLES, _paddi
 # -- the kernel ------------------------------------------------------------------------------------------------------
 
 
-def _activation(act: ActivationSpec | None, columns: int) -> bool | str:
-    if act is None:
-        return True
+def fits_input(act: ActivationSpec) -> bool | str:
+    """True, or the reason why native code does not support these codes of an input; blocks of dynamic ones apart."""
     spec = act.spec
     if spec.format not in (INT7, INT8, UINT7, UINT8) or spec.mid or spec.offset is not None:
         return "needs 7- or 8-bit integer activations without an offset"
@@ -206,7 +200,23 @@ def _activation(act: ActivationSpec | None, columns: int) -> bool | str:
         return spec.block is None or "needs one static activation scale"
     if act.rule not in ((None, "asymmetric") if spec.zero_point else (None, "symmetric", "absmax")):
         return f"does not support activations with the rule {act.rule!r}"
-    if spec.block is None or len(spec.block) > 1:
+    return True
+
+
+def static_input(w: Any, act: ActivationSpec | None) -> tuple[Tensor, Any, Tensor | None, int] | None:
+    """The static activation of a weight as an Operand has it: scale, its dtype, zero point, its shift."""
+    if act is None or act.mode != "static":
+        return None
+    if w.act_scale is None:
+        raise RuntimeError("a static activation needs act_scale on the weight; calibrate, or pass it in the config")
+    return w.act_scale, act.spec.scale, w.act_zero_point, 128 if act.spec.format is UINT8 else 0
+
+
+def _activation(act: ActivationSpec | None, columns: int) -> bool | str:
+    verdict = act is None or fits_input(act)
+    if act is None or verdict is not True or act.mode == "static":
+        return verdict
+    if act.spec.block is None or len(act.spec.block) > 1:
         return "needs one activation scale per token, or per group of columns of a token"
     group = _act_group(act, columns)
     return group % STEP == 0 or f"needs groups of input columns that are multiples of {STEP}, not {group}"
@@ -239,7 +249,7 @@ def _block(group: int, act_group: int, act: ActivationSpec | None) -> int:
 def describe(case: Case) -> IntLinear:
     """The case as the struct of src/abi.h."""
     spec, act, (n, k), kinds = case.spec, case.act, case.shape, cast("dict[Any, int]", KINDS)
-    group, act_group, columns = _group(spec, case.shape), _act_group(act, k), _columns(spec, case.shape)
+    group, act_group, columns = _group(spec, case.shape), _act_group(act, k), packed_columns(spec, case.shape)
 
     def number_kind(kind: Any) -> int:
         if not isinstance(kind, QuantSpec):
@@ -280,7 +290,6 @@ def _operands(case: Case, struct: IntLinear) -> Callable[[Any], arguments.Operan
     act, expected = case.act, arguments.extents(INT_WEIGHT, struct)
     nested, under = isinstance(case.spec.scale, QuantSpec), struct.outer > 0
     inner = under and case.spec.offset is not None
-    zero_shift = 128 if act is not None and act.spec.format is UINT8 else 0
     check = arguments.operands(f"linear {list(case.shape)} {case.spec}", expected, struct.k)
 
     def operand(w: Any) -> arguments.Operand:
@@ -289,14 +298,7 @@ def _operands(case: Case, struct: IntLinear) -> Callable[[Any], arguments.Operan
             w.codes, scale.codes if nested else scale, w.zero_point, offset.codes if inner else offset,
             scale.scale if under else None, offset.scale if inner else None,
         )  # fmt: skip
-        static = None
-        if act is not None and act.mode == "static":
-            if w.act_scale is None:
-                raise RuntimeError(
-                    "a static activation needs act_scale on the weight; calibrate, or pass it in the config"
-                )
-            static = (w.act_scale, act.spec.scale, w.act_zero_point, zero_shift)
-        return check(parts, w.perm, static)
+        return check(parts, w.perm, static_input(w, act))
 
     return operand
 

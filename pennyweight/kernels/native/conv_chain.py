@@ -310,6 +310,3 @@ def _fill(to: ChainStep, step: Any, weight: _Weight | None) -> None:
         to.function, to.conv = FUNCTIONS[step.function], ctypes.addressof(weight.struct)
         to.codes, to.scale, to.sums = weight.codes.data_ptr(), weight.scale.data_ptr(), weight.sums.data_ptr()
         to.bias = None if weight.bias is None else weight.bias.data_ptr()
-
-
-__all__ = ["NativeChain", "compile_chain"]

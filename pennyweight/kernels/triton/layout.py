@@ -36,7 +36,7 @@ from ...core.formats import (
     UINT3,
     UINT4,
 )
-from ...core.layouts import Layout, register_layout
+from ...core.layouts import Layout, register_layout, require_fit
 from ...core.numerics import Parts
 from ...core.spec import SPECS, TENSOR, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
@@ -128,9 +128,7 @@ def fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
 
 
 def _check(spec: QuantSpec, shape: Sequence[int]) -> tuple[Decoding, Groups]:
-    verdict = fits(spec, shape)
-    if verdict is not True:
-        raise ValueError(f'layout "gpu" of {tuple(shape)} {spec}: {verdict}')
+    require_fit("gpu", fits(spec, shape), spec, shape)
     d = decoding(spec.format, spec.mid)
     assert isinstance(d, Decoding)
     g = groups(spec, shape, columns(d))

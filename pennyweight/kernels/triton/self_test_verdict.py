@@ -21,7 +21,7 @@ import torch
 
 from ...core.tracing import plain_tensors
 from ...support import environment
-from ...support.cache_folder import cache_folder
+from ...support.environment import cache_folder
 from ...support.errors import ArgumentError
 from ...support.extras import install
 from ..target import device_type, target_of

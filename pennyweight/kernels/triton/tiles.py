@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ...support.cache_folder import cache_folder
+from ...support.environment import cache_folder
 from ..target import capability
 from .codes import Decoding
 from .layout import columns

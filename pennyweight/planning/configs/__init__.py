@@ -7,8 +7,8 @@ and scales are bit-identical to torchao's formulas, checked against golden files
 
 from . import serialize  # noqa: F401  (registers itself for to_json)
 from .base import AOBaseConfig, SpecConfig, as_format
-from .codebook import CodebookWeightOnlyConfig
 from .floating import (
+    CodebookWeightOnlyConfig,
     Float8DynamicActivationFloat8WeightConfig,
     Float8DynamicActivationInt4WeightConfig,
     Float8StaticActivationFloat8WeightConfig,

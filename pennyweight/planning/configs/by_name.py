@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 
-from ...support.arguments import check_number, did_you_mean
+from ...support.arguments import check_number, did_you_mean, hint
 from ..config_names import CONFIGS, Name, algorithm_of
 from ..granularity import MappingType, PerGroup, PerRow
 from . import floating, integer
@@ -34,11 +35,9 @@ FASTEST: tuple[AOBaseConfig, ...] = (
 
 def by_name(name: str, group_size: int | None = None) -> AOBaseConfig:
     """The config of a short name, with another group size if given. Raises ValueError with the names that are valid."""
-    entry = CONFIGS.get(name)
+    entry = CONFIGS.get(name.lower())
     if entry is None:
-        if hasattr(integer, name) or hasattr(floating, name):
-            raise ValueError(f"config {name!r} is a class, not a short name; pass an instance, pw.{name}()")
-        raise ValueError(f"unknown config {name!r}{did_you_mean(name, CONFIGS)}. Known: {', '.join(CONFIGS)}")
+        raise ValueError(_unknown(name))
     args = {key: _VALUES.get((key, value), value) for key, value in entry.args.items()}
     if group_size is not None:
         if entry.group is None:
@@ -52,6 +51,23 @@ def by_name(name: str, group_size: int | None = None) -> AOBaseConfig:
         args["granularity"] = PerGroup(args["granularity"])
     home = integer if hasattr(integer, entry.config) else floating  # names come from the table above, never from a file
     return getattr(home, entry.config)(**args)
+
+
+_BITS = re.compile(r"(?:w|int)?([2-8])[-_ ]?(?:bits?)?")
+_GGUF_TYPE = re.compile(r"(?:i?q[1-8]|tq[12])_\w+(?:-pure)?|bf16|f16|f32|mxfp4_moe")
+
+
+def _unknown(name: str) -> str:
+    """What is said of a name that is not in the table."""
+    if hasattr(integer, name) or hasattr(floating, name):
+        short = [f"{key!r}" for key, entry in CONFIGS.items() if entry.config == name]
+        return f"config {name!r} is a class; its short name is {' or '.join(short[:2])}; in Python pass pw.{name}()"
+    bits = _BITS.fullmatch(name.lower())
+    if bits:
+        return f"unknown config {name!r}{hint([f'int{bits[1]}'])}"
+    if _GGUF_TYPE.fullmatch(name.lower()):
+        return f"{name!r} is a type of GGUF files, not a config; convert the checkpoint, to='gguf', gguf_type={name!r}"
+    return f"unknown config {name!r}{did_you_mean(name, CONFIGS)}. Known: {', '.join(CONFIGS)}"
 
 
 def named(config: Any) -> Any:

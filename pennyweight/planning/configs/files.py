@@ -172,7 +172,7 @@ def _from_json(path: str, text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=pairs)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: line {error.lineno}: {error.msg}") from error
+        raise ValueError(f"{path}: line {error.lineno} is not valid JSON: {error.msg}") from error
     except RecursionError as error:
         raise ValueError(f"{path}: nested too deep") from error
 

@@ -1,4 +1,4 @@
-"""Configs with floating-point and lookup-table formats."""
+"""Configs with floating-point and lookup-table formats; the tables are fixed, or learned from each weight."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...core.formats import E2M1, E2M2, E2M3, E3M1, E3M2, E4M3, E8M0
+from ...core.formats import E2M1, E2M2, E2M3, E3M1, E3M2, E4M3, E8M0, learned
 from ...core.spec import NF4_BLOCK, NF4_DOUBLE, NVFP4, ActivationSpec, QuantSpec
 from ..granularity import Granularity, MappingType, PerGroup, PerRow, PerTensor
 from ..parameters import Site
@@ -239,3 +239,34 @@ fpx_weight_only = FPXWeightOnlyConfig
 float8_weight_only = Float8WeightOnlyConfig
 float8_dynamic_activation_float8_weight = Float8DynamicActivationFloat8WeightConfig
 float8_static_activation_float8_weight = Float8StaticActivationFloat8WeightConfig
+
+
+@dataclass(frozen=True)
+class CodebookWeightOnlyConfig(AOBaseConfig):
+    """Vector quantization: one codebook per weight tensor, one code per ``dim`` neighbours of a row, ``bits`` bits per
+    weight.
+
+    bits, dim   a code has bits * dim bits, 8 at most: 2 bits with dim 4, 3 or 4 with dim 2, 1 to 8 with dim 1
+    group_size  weights that share a scale; None: a row
+    The codebook takes 2 * dim * 2**(bits * dim) bytes per weight tensor. With calibration "kmeans" finds its entries.
+    """
+
+    bits: int = 2
+    dim: int = 4
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bits * self.dim <= 8:
+            raise ValueError(f"CodebookWeightOnlyConfig: bits * dim must be 1 to 8, got {self.bits} * {self.dim}")
+        learned(self.bits * self.dim, self.dim)
+        if self.group_size is not None:
+            PerGroup(self.group_size)
+            if self.group_size % self.dim:
+                raise ValueError(
+                    f"CodebookWeightOnlyConfig: group_size {self.group_size} is not divisible by dim {self.dim}"
+                )
+
+    def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
+        granularity = PerRow() if self.group_size is None else PerGroup(self.group_size)
+        fmt = learned(self.bits * self.dim, self.dim)
+        return Scheme(QuantSpec(fmt, site.block(granularity, on_indivisible), site.dtype))

@@ -4,8 +4,9 @@
 
 Fields at their defaults are omitted, so that this release can read files of a later release that adds a field.
 Granularities, mapping types, dtypes, formats and specs are objects with a "type" too. A mapping of names is a list of
-pairs, because its order matters and JSON writers may sort keys. Types are looked up only in ``TYPES``, and a field
-accepts only values of its declared type. Name patterns must be matchable in linear time.
+pairs, because its order matters and JSON writers may sort keys. Types are looked up only in ``TYPES``, the library's
+own configs and granularities, and a field accepts only values of its declared type. Name patterns must be matchable in
+linear time.
 """
 
 from __future__ import annotations
@@ -23,42 +24,17 @@ from ...core.spec import ActivationSpec, QuantSpec
 from .. import granularity
 from ..granularity import MappingType
 from ..name_patterns import check_keys
-from . import base, codebook, floating, fqn, integer
+from . import base, floating, fqn, integer
 from .base import AOBaseConfig
 
-_CONFIGS = (
-    base.SpecConfig,
-    fqn.ContractedAxis,
-    fqn.FqnToConfig,
-    floating.FPXWeightOnlyConfig,
-    floating.Float8DynamicActivationFloat8WeightConfig,
-    floating.Float8DynamicActivationInt4WeightConfig,
-    floating.Float8StaticActivationFloat8WeightConfig,
-    floating.Float8WeightOnlyConfig,
-    floating.MXDynamicActivationMXWeightConfig,
-    floating.MXWeightOnlyConfig,
-    floating.NF4WeightOnlyConfig,
-    floating.NVFP4DynamicActivationNVFP4WeightConfig,
-    floating.NVFP4WeightOnlyConfig,
-    integer.Int4WeightOnlyConfig,
-    integer.Int8DynamicActivationInt4WeightConfig,
-    integer.Int8DynamicActivationInt8WeightConfig,
-    integer.Int8DynamicActivationIntxWeightConfig,
-    integer.Int8StaticActivationInt8WeightConfig,
-    integer.Int8WeightOnlyConfig,
-    integer.IntxWeightOnlyConfig,
-    integer.UIntXWeightOnlyConfig,
-    codebook.CodebookWeightOnlyConfig,
-)
-_GRANULARITIES = (
-    granularity.PerAxis,
-    granularity.PerBlock,
-    granularity.PerGroup,
-    granularity.PerRow,
-    granularity.PerTensor,
-    granularity.PerToken,
-)
-TYPES: dict[str, type] = {cls.__name__: cls for cls in (*_CONFIGS, *_GRANULARITIES)}
+_MODULES = (base, fqn, floating, integer, granularity)
+_BASES = (AOBaseConfig, granularity.Granularity)
+TYPES: dict[str, type] = {
+    cls.__name__: cls
+    for module in _MODULES
+    for cls in vars(module).values()
+    if isinstance(cls, type) and issubclass(cls, _BASES) and cls not in _BASES
+}
 # All torch dtypes by name (int4, float8_e4m3fn)
 _DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 _OLDER_NAMES = {"module_fqn_to_config"}  # aliases of other fields

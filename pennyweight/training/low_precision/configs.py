@@ -17,7 +17,7 @@ from ...planning.configs.base import AnyDtype, AOBaseConfig, as_format
 from ...planning.module_handlers import register_quantize_module_handler
 from ...support.arguments import check_choice
 from .gemm_table import ProductCase, select
-from .layer import LowPrecisionLinear, convert_
+from .linear import LowPrecisionLinear, convert_
 from .recipes import FLOAT8, HIGH, MX, Operand, Recipe, get_recipe
 
 LEAST = 16  # minimum inputs and outputs: the tile size of matrix units; below, scales cost more than is saved
@@ -215,8 +215,3 @@ for _config in (
 ):  # fmt: skip
     register_quantize_module_handler(_config, tells=_can_convert)(_convert)
 register_quantize_module_handler(Int8WeightOnlyTrainingConfig, tells=names_weight)(make_trainable)
-
-__all__ = [
-    "BitNetTrainingConfig", "Float8TrainingConfig", "Int8MixedPrecisionTrainingConfig",
-    "Int8WeightOnlyTrainingConfig", "LowPrecisionTrainingConfig", "MXTrainingConfig",
-]  # fmt: skip

@@ -13,7 +13,7 @@ from ...core.tensor import AffineQuantizedTensor
 from ...planning.quantize_report import Report, Row
 from ...quantize.pipeline import quantize_
 from .configs import Float8TrainingConfig, LowPrecisionTrainingConfig
-from .layer import LowPrecisionLinear, restore_
+from .linear import LowPrecisionLinear, restore_
 from .recipes import Recipe
 
 
@@ -70,6 +70,3 @@ def stochastic_rounding(step: int, seed: int = 0) -> Iterator[None]:
     """
     with stochastic_writes(step, seed):
         yield
-
-
-__all__ = ["convert_to_float8_training", "stochastic_rounding", "to_high_precision_"]

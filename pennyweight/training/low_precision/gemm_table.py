@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from ...core.numerics import Parts, dequantize
 from ...core.spec import QuantSpec
 from ...kernels.target import target_of
 from ...kernels.torch_gpu import LIMITS, accepts_float8
-from ...kernels.torch_int8 import int_mm_saturates
+from ...kernels.torch_int8 import constant_while_tracing, int_mm_saturates
 
 
 class QuantizedOperand(NamedTuple):
@@ -106,13 +106,7 @@ def by_code(a: QuantizedOperand, b: QuantizedOperand, dtype: torch.dtype) -> Ten
     return _scaled(F.linear(one, two), a, b)
 
 
-def _constant_while_tracing(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compiler.assume_constant_result, which would import torch._dynamo."""
-    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return fn
-
-
-@_constant_while_tracing
+@constant_while_tracing
 def _saturates() -> bool:
     return int_mm_saturates()
 
@@ -218,17 +212,3 @@ def explain(case: ProductCase) -> list[tuple[str, str]]:
             verdict, chosen = "works, but a better one runs" if chosen else "RUNS", True
         found.append((row.name, str(verdict)))
     return found
-
-
-__all__ = [
-    "PRODUCTS",
-    "Product",
-    "ProductCase",
-    "QuantizedOperand",
-    "by_code",
-    "by_value",
-    "case_of",
-    "explain",
-    "select",
-    "wide_dtype",
-]

@@ -19,6 +19,3 @@ import torch
 def call_outside_graph(run: Callable[..., Any], *args: Any) -> Any:
     """run(*args), in eager mode."""
     return run(*args)
-
-
-__all__ = ["call_outside_graph"]

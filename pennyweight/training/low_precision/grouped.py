@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...distributed.dtensor import is_dtensor
-from .functional import cast, gradients, linear, output
+from .linear import cast, gradients, linear, output
 from .quantize_operand import LIBRARY
 from .recipes import Recipe, get_recipe
 
@@ -123,5 +123,3 @@ torch.library.register_fake("pennyweight::training_grouped_mm_backward", _fake_b
 torch.library.register_autograd(
     "pennyweight::training_grouped_mm", _gradient, setup_context=_setup_context, lib=LIBRARY
 )
-
-__all__ = ["grouped_mm"]

@@ -173,5 +173,3 @@ def _op(x: Tensor, side: str, seed: int, salt: int, hadamard: int, dense: bool, 
 
 LIBRARY.impl("training_operand", _op, "CompositeExplicitAutograd")
 torch.library.register_fake("pennyweight::training_operand", _op, lib=LIBRARY)
-
-__all__ = ["hadamard_rotated", "quantize_operand", "rule_of_whole"]

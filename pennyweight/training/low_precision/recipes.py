@@ -240,8 +240,3 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
         guess = did_you_mean(recipe, RECIPES)
         raise ValueError(f"unknown training recipe {recipe!r}{guess}; known: {', '.join(RECIPES)}")
     return RECIPES[recipe]
-
-
-__all__ = [
-    "FLOAT8", "FORWARD", "HIGH", "MX", "RECIPES", "Gemm", "Operand", "Recipe", "get_recipe",
-]  # fmt: skip

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ...algorithms.solve import Solved
+from ...algorithms.tuners.trainable_qparams import clamp_to_interval
 from ...core.model_arguments import check_arguments
 from ...core.numerics import Parts, dequantize, sqnr
 from ...core.qparams import default_rule
-from ...core.rounding_interval import clamp_to_interval
 from ...core.spec import QuantSpec
 from ...core.tensor import SLOTS, AffineQuantizedTensor
 from ...kernels.table import case_of, select

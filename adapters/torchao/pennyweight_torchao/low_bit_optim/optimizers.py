@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pennyweight import optim
-from pennyweight.optim.adam import _Adam as _AdamBase
-from pennyweight.optim.adam import _AdamW as _Decoupled
+from pennyweight.optim.optimizers import _Adam as _AdamBase
+from pennyweight.optim.optimizers import _AdamW as _Decoupled
 
 __all__ = [
     "Adam4bit", "Adam8bit", "AdamFp8", "AdamW4bit", "AdamW8bit", "AdamWFp8", "_AdamBase", "_AdamW",

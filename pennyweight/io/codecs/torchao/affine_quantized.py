@@ -21,11 +21,6 @@ from .enums import ZeroPointDomain
 from .int4 import packed_by_aten
 from .tensor_class import FLOAT8, Shell, View, float_codes, int_codes
 
-__all__ = [
-    "ACTIVATIONS", "IMPLS", "LAYOUTS", "AffineQuantizedTensor", "LinearActivationQuantizedTensor", "UintxTensor",
-    "code_range", "full_rank", "unpack", "weight_of",
-]  # fmt: skip
-
 
 class _Layout:
     """The attributes of a pickled layout."""

@@ -5,11 +5,6 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, NamedTuple
 
-__all__ = [
-    "Float8MMConfig", "KernelPreference", "MXGemmKernelChoice", "NVFP4MMConfig", "ScaleCalculationMode",
-    "ZeroPointDomain", "enum_of_names",
-]  # fmt: skip
-
 
 class ZeroPointDomain(Enum):
     """Domain of the zero point: added to the codes (INT), to the values (FLOAT), or nowhere (NONE).

@@ -36,12 +36,6 @@ from .mx import SUPPORTED_ELEM_DTYPES, MXTensor, QuantizeTensorToMXKwargs
 from .nvfp4 import NVFP4Tensor, QuantizeTensorToNVFP4Kwargs
 from .tensor_class import ready
 
-__all__ = [
-    "ALLOWED_CLASSES", "ALLOWED_TENSORS_SUBCLASSES", "FILE_VIEWS", "TensorSubclassAttributeJSONEncoder",
-    "check_attributes", "find_view", "flatten_tensor_state_dict", "is_metadata_torchao", "object_from_dict",
-    "unflatten_tensor_state_dict", "view_of",
-]  # fmt: skip
-
 # -- classes in a file -------------------------------------------------------------------------------------------------
 
 FILE_VIEWS: tuple[Any, ...] = (

@@ -24,8 +24,6 @@ from .tensor_class import (
     with_pre_scale,
 )
 
-__all__ = ["Int4OpaqueTensor", "Int4Tensor", "packed_by_aten"]
-
 
 def _unpack_nibbles(packed: Tensor) -> Tensor:
     """Signed nibbles of bytes, the even element low: [.., K / 2] -> [.., K], int8 -8..7."""

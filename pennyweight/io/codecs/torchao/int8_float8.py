@@ -31,11 +31,6 @@ from .tensor_class import (
     zero_points,
 )
 
-__all__ = [
-    "Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor", "IntxUnpackedToInt8TensorActivationQuantization",
-    "QuantizeTensorKwargs", "QuantizeTensorToFloat8Kwargs", "QuantizeTensorToInt8Kwargs",
-]  # fmt: skip
-
 # -- integers ----------------------------------------------------------------------------------------------------------
 
 

@@ -18,8 +18,6 @@ from .enums import KernelPreference, ScaleCalculationMode
 from .int8_float8 import QuantizeTensorKwargs
 from .tensor_class import View, plain_codes, whole
 
-__all__ = ["MXTensor", "QuantizeTensorToMXKwargs"]
-
 # -- elements ----------------------------------------------------------------------------------------------------------
 
 DTYPE_FP4 = "fp4_e2m1"  # of torch before 2.8; torch.float4_e2m1fn_x2 since

@@ -23,8 +23,6 @@ from ....core.spec import QuantSpec
 from ....core.tensor import AffineQuantizedTensor as QT
 from .tensor_class import View, ready
 
-__all__ = ["NF4Tensor", "SubclassTensorArgs"]
-
 DIGITS = "nf4_digits_"
 _LEAST = (
     16  # elements of a block that is smaller than torchao's: fewer would need more memory for scales than for codes

@@ -17,7 +17,6 @@ from .int8_float8 import QuantizeTensorKwargs
 from .mx import FP4_BYTES, block_scales, fp4_codes, logical, need, pack_uint4, stored_order, swap_halves, transposed
 from .tensor_class import View, plain_codes, whole
 
-__all__ = ["NVFP4Tensor", "QuantizeTensorToNVFP4Kwargs"]
 ALONE, UNDER_ONE = QuantSpec(E4M3, (1,), scale=None), QuantSpec(E4M3, None)
 
 

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...core.numerics import Parts
-from ...distributed.dtensor import is_dtensor, wait_tensor
+from ...core.tensor import AffineQuantizedTensor
+from ...distributed.dtensor import is_dtensor, local_tensor, wait_tensor
 from ...distributed.sharded_linear import WHOLE, ShardedGroups, is_uneven, local_arguments
 from ...kernels.activation import autocast_dtype
 from .gemm_table import QuantizedOperand, case_of, select, wide_dtype
@@ -205,4 +206,41 @@ def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(x.device.type, enabled=False) if autocast_dtype(x) else nullcontext()
 
 
-__all__ = ["cast", "gradients", "linear", "matmul", "output"]
+# -- the layer --------------------------------------------------------------------------------------------------------
+
+
+class LowPrecisionLinear(nn.Linear):
+    """nn.Linear whose three products are quantized. Parameters, their names and its state dict are nn.Linear's.
+
+    After ``pennyweight.quantize_`` it runs the quantized weight like any other layer.
+    """
+
+    recipe: Recipe
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, recipe: str | Recipe = "rowwise", **factory: Any
+    ) -> None:
+        super().__init__(in_features, out_features, bias, **factory)
+        self.recipe = get_recipe(recipe)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(local_tensor(self.weight), AffineQuantizedTensor):
+            return F.linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias, self.recipe)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+
+def convert_(module: nn.Module, recipe: Recipe) -> nn.Module:
+    """Convert an nn.Linear in place: changes its class; the object, its parameters and its hooks stay the same."""
+    module.__class__ = LowPrecisionLinear
+    module.recipe = recipe  # type: ignore[assignment]
+    return module
+
+
+def restore_(module: nn.Module) -> nn.Module:
+    """Inverse of :func:`convert_`."""
+    module.__class__ = nn.Linear
+    del module.recipe
+    return module

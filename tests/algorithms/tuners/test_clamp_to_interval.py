@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from pennyweight.algorithms.tuners.trainable_qparams import clamp_to_interval
 from pennyweight.core.formats import INT4, NF4
-from pennyweight.core.rounding_interval import clamp_to_interval
 
 
 @pytest.mark.parametrize("fmt", [INT4, NF4], ids=str)

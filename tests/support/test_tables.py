@@ -2,7 +2,7 @@
 
 import pytest
 
-from pennyweight.support.text_table import text_table
+from pennyweight.support.tables import text_table
 
 COLUMNS = ("parameter", "shape", "scheme", "kernel", "before", "after", "SQNR dB", "note")
 ROWS = [
