@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=Recipe.steps, help="of the language model's training")
     p.add_argument("--split", default=Sizes.split, help="evaluated: test, or validation while developing")
     p.add_argument("--seconds", type=float, default=Choice.seconds, help="a row may take")
+    p.add_argument("--keep", type=Path, metavar="FOLDER", help="for the weights, see multiple_choice")
     return p
 
 
@@ -64,7 +65,7 @@ def choice_of(o: argparse.Namespace) -> Choice:
             raise ValueError(f"unknown family {name!r}; known: {', '.join(FAMILIES)}")
     if not all(pythons.values()):
         raise ValueError("--python takes FAMILY=PYTHON")
-    return Choice(tuple(families), o.methods, pythons, o.again, o.quick, o.seconds)
+    return Choice(tuple(families), o.methods, pythons, o.again, o.quick, o.seconds, o.keep)
 
 
 def table_of(results: Results, subject: str) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,25 @@ class Bits:
             total += rows * (width * self.code + groups * self.per_group + self.per_row)
             total += columns * self.per_column + self.per_layer
             weights += rows * columns
+        return total / weights
+
+
+@dataclass(frozen=True)
+class BitsByColumns:
+    """Of a peer that stores layers differently by their number of columns.
+
+    of_columns  columns -> Bits
+    """
+
+    of_columns: Callable[[int], Bits]
+    why: str
+
+    def of(self, shapes: Iterable[tuple[int, ...]]) -> float:
+        total = weights = 0.0
+        for shape in shapes:
+            count = math.prod(shape)
+            total += count * self.of_columns(count // shape[0]).of([shape])
+            weights += count
         return total / weights
 
 

@@ -27,30 +27,39 @@ class Figures:
 def classification(reference: Tensor, logits: Tensor, targets: Tensor | None = None) -> Figures:
     """Of logits [sequences, positions, classes]: KL(float ‖ quantized) in nats, flips of the best class, and the root
     mean square error of the probabilities. targets: int64, as the logits without classes, -1 where there is none; then
-    also the change of the negative log likelihood.
+    also the change of the negative log likelihood, and both perplexities.
 
     Raises ValueError for other shapes, and for outputs that are not finite.
     """
-    from pennyweight.report.metrics import kl_divergence  # here: peers' interpreters read this file and may not have it
+    # here: peers' interpreters read this file and may not have it
+    from pennyweight.report.metrics import perplexity, token_figures
 
     _check(reference, logits)
-    p, q = reference.double().log_softmax(-1), logits.double().log_softmax(-1)
-    kl = kl_divergence(reference, logits)
-    flat = kl.flatten()
+    classes = reference.shape[-1]
+    labels = None if targets is None else targets.clamp_min(0).flatten()
+    tokens = token_figures(reference.reshape(-1, classes), logits.reshape(-1, classes), labels)
+    kl = tokens.kl.view(reference.shape[:-1])
+    # one sequence after the other: a copy of logits of a real vocabulary takes a gigabyte
+    square = sum(
+        float((a.softmax(-1) - b.softmax(-1)).square().sum(dtype=torch.float64))
+        for a, b in zip(reference, logits, strict=True)
+    )
     values = {
-        "kl": float(flat.mean()),
-        "kl median": float(flat.median()),
-        "kl p99": float(flat.quantile(0.99)),
-        "kl p99.9": float(flat.quantile(0.999)),
-        "kl max": float(flat.max()),
-        "flips": float((reference.argmax(-1) != logits.argmax(-1)).double().mean()),
-        "rms dp": float((p.exp() - q.exp()).square().mean().sqrt()),
+        "kl": float(tokens.kl.mean()),
+        "kl median": float(tokens.kl.median()),
+        "kl p99": float(tokens.kl.quantile(0.99)),
+        "kl p99.9": float(tokens.kl.quantile(0.999)),
+        "kl max": float(tokens.kl.max()),
+        "flips": float((~tokens.same_top).double().mean()),
+        "rms dp": (square / reference.numel()) ** 0.5,
     }
-    if targets is not None:
-        known = targets >= 0
-        at = targets.clamp_min(0).unsqueeze(-1)
-        change = (p - q).gather(-1, at).squeeze(-1)[known]
-        values["nll change"] = float(change.mean())
+    if targets is not None and tokens.nll is not None and tokens.nll_quantized is not None:
+        known = targets.flatten() >= 0
+        before, after = tokens.nll[known], tokens.nll_quantized[known]
+        values |= {
+            "nll change": float((after - before).mean()), "perplexity": perplexity(after),
+            "float perplexity": perplexity(before),
+        }  # fmt: skip
     return Figures({"kl": kl.mean(-1).tolist()}, values)
 
 

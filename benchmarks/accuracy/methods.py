@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.accuracy.accounting import bits_of
-from benchmarks.accuracy.rivals.base import ALL, CONVOLUTIONS, TEXT, Row
+from benchmarks.accuracy.rivals.base import ALL, CONVOLUTIONS, SMOLLM2, TEXT, Row
 from benchmarks.accuracy.subjects import Subject
 
 Make = Callable[[], Any]
@@ -70,8 +70,9 @@ def _table(folder: str) -> Any:
     import pennyweight as pw
 
     subject = Subject.open(Path(folder))
+    candidates = MIXED64 if subject.name in SMOLLM2 else MIXED
     return pw.search(
-        subject.model(), _batches(subject), "4.25 bpw", candidates=MIXED, metric=_metric(subject),
+        subject.model(), _batches(subject), "4.25 bpw", candidates=candidates, metric=_metric(subject),
         filter_fn=_layers_of(subject),
     )  # fmt: skip
 
@@ -214,14 +215,14 @@ def _spec(text: str, *group: int, rule: str | None = None, **fields: Any) -> Mak
     return make
 
 
-def _named(name: str, rule: str | None = None) -> Make:
-    """A spec of `pennyweight.core.spec.SPECS`."""
+def _named(name: str, rule: str | None = None, **changes: Any) -> Make:
+    """A spec of `pennyweight.core.spec.SPECS`, with changes."""
 
     def make() -> Any:
         import pennyweight as pw
         from pennyweight.core.spec import SPECS
 
-        return pw.SpecConfig(SPECS[name], rule=rule)
+        return pw.SpecConfig(SPECS[name].with_(**changes), rule=rule)
 
     return make
 
@@ -266,22 +267,54 @@ def _int4_int4() -> Any:
 _ZERO = {"zero_point": True}
 SYM4, ASYM4 = _spec("int4", 128, rule="symmetric"), _spec("uint4", 128, **_ZERO)
 ASYM3, ASYM2 = _spec("uint3", 128, **_ZERO), _spec("uint2", 64, **_ZERO)
+SYM4_64, ASYM4_64, ASYM3_64 = (
+    _spec("int4", 64, rule="symmetric"), _spec("uint4", 64, **_ZERO), _spec("uint3", 64, **_ZERO),
+)  # fmt: skip
 
 # Also the inputs that nothing before can take over, turned at run time
 ONLINE = {"rotate": {"online": True}}
 
-# What search mixes: 2.19 to 6.19 bits
-MIXED = tuple(
-    _spec(text, group, **_ZERO)()
-    for text, group in (("uint2", 128), ("uint2", 64), ("uint3", 128), ("uint4", 128), ("uint5", 128), ("uint6", 128))
-)
+
+def _mixture(*groups: tuple[str, int]) -> tuple[Any, ...]:
+    return tuple(_spec(text, group, **_ZERO)() for text, group in groups)
+
+
+# What search mixes: 2.19 to 6.19 bits; where 128 does not divide the columns, 2.28 to 6.34
+MIXED = _mixture(("uint2", 128), ("uint2", 64), ("uint3", 128), ("uint4", 128), ("uint5", 128), ("uint6", 128))
+MIXED64 = _mixture(*((f"uint{bits}", 64) for bits in (2, 3, 4, 5, 6)))
 
 # Rows of a convolution hold few numbers: a scale each, as int8 has
 ROWWISE = tuple((f"int{bits} a row", _spec(f"uint{bits}", -1, -1, -1, **_ZERO)) for bits in (4, 3))
 
+EVERY = ALL + CONVOLUTIONS + SMOLLM2
+# SmolLM2: groups of 64, which divide its rows of 576 and 1536
+GROUPS_64 = (
+    Row("int4 g64", _quantized(SYM4_64), None, subjects=SMOLLM2),
+    Row("int4 g64 zero point", _quantized(ASYM4_64), None, subjects=SMOLLM2),
+    Row("int4 g64 zero point mse", _quantized(_spec("uint4", 64, rule="mse", **_ZERO)), None, subjects=SMOLLM2),
+    Row("int4 g64 tinygemm", _quantized(_named("tinygemm", block=(64,))), None, subjects=SMOLLM2),
+    Row("int3 g64 zero point", _quantized(ASYM3_64), None, subjects=SMOLLM2),
+    *(
+        Row(f"int4 g64 {steps}", _quantized(SYM4_64, steps), None, subjects=SMOLLM2) for steps in ("gptq", "auto")
+    ),
+    *(
+        Row(f"int4 g64 zero point {name}", _quantized(ASYM4_64, steps), None, subjects=SMOLLM2)
+        for name, steps in (
+            ("hqq", "hqq"), ("imatrix", "imatrix"), ("gptq", "gptq"), ("gptaq", "gptaq"), ("auto", "auto"),
+            ("awq auto", ["awq", "auto"]),
+        )
+    ),
+    *(
+        Row(f"int3 g64 zero point {steps}", _quantized(ASYM3_64, steps), None, subjects=SMOLLM2)
+        for steps in ("gptq", "auto")
+    ),
+    Row("int4 g64 zero point auto tune", _tuned(ASYM4_64, "auto"), None, subjects=SMOLLM2, slow=True),
+)  # fmt: skip
+
 # a row: name, (config, algorithm, its options), what inputs become
 ROWS = (
-    Row("int8", _quantized(_config("Int8WeightOnlyConfig")), None, subjects=ALL + CONVOLUTIONS),
+    *GROUPS_64,
+    Row("int8", _quantized(_config("Int8WeightOnlyConfig")), None, subjects=EVERY),
     Row("int8 mse", _quantized(_spec("int8", -1, rule="mse", scale=torch.float32)), None),
     Row("int4 g128", _quantized(SYM4), None),
     Row("int4 g128 mse", _quantized(_spec("int4", 128, rule="mse")), None),
@@ -293,22 +326,22 @@ ROWS = (
     Row("int3 g128 zero point", _quantized(ASYM3), None),
     Row("int3 g128 zero point mse", _quantized(_spec("uint3", 128, rule="mse", **_ZERO)), None),
     Row("int2 g128", _quantized(_spec("int2", 128, rule="symmetric")), None),
-    Row("int2 g64 zero point", _quantized(ASYM2), None),
+    Row("int2 g64 zero point", _quantized(ASYM2), None, subjects=ALL + SMOLLM2),
     Row("int2 g64 zero point mse", _quantized(_spec("uint2", 64, rule="mse", **_ZERO)), None),
-    Row("nf4", _quantized(_named("nf4_block")), None),
+    Row("nf4", _quantized(_named("nf4_block")), None, subjects=ALL + SMOLLM2),
     Row("nf4 nested", _quantized(_named("nf4_double")), None),
-    Row("mxfp4", _quantized(_config("MXWeightOnlyConfig", weight_dtype="e2m1")), None),
-    Row("nvfp4", _quantized(_config("NVFP4WeightOnlyConfig")), None),
+    Row("mxfp4", _quantized(_config("MXWeightOnlyConfig", weight_dtype="e2m1")), None, subjects=ALL + SMOLLM2),
+    Row("nvfp4", _quantized(_config("NVFP4WeightOnlyConfig")), None, subjects=ALL + SMOLLM2),
     Row("nvfp4 mse", _quantized(_named("nvfp4", "mse")), None),
     Row("float8", _quantized(_config("Float8WeightOnlyConfig")), None),
-    Row("int8-dynamic", _quantized(_config("Int8DynamicActivationInt8WeightConfig")), None, "int8", ALL + CONVOLUTIONS),
+    Row("int8-dynamic", _quantized(_config("Int8DynamicActivationInt8WeightConfig")), None, "int8", EVERY),
     Row("int8-dynamic-int4 g32", _quantized(_int8_int4(32)), None, "int8"),
     Row("int8-dynamic-int4 g128", _quantized(_int8_int4(128)), None, "int8"),
     Row("int4-dynamic-int4 g128", _quantized(_int4_int4), None, "int4", subjects=("causal",)),
     Row("int4 g128 gptq", _quantized(SYM4, "gptq"), None),
     Row("int4 g128 zero point gptq", _quantized(ASYM4, "gptq"), None),
     Row("int3 g128 zero point gptq", _quantized(ASYM3, "gptq"), None),
-    Row("int2 g64 zero point gptq", _quantized(ASYM2, "gptq"), None),
+    Row("int2 g64 zero point gptq", _quantized(ASYM2, "gptq"), None, subjects=ALL + SMOLLM2),
     *(
         Row(f"{name} {steps}", _quantized(config, recipe), None, subjects=("lm",))
         for name, config in (
@@ -340,7 +373,13 @@ ROWS = (
     Row("int4 g128 zero point rotate auto", _quantized(ASYM4, ["rotate", "auto"]), None, subjects=("lm",)),
     Row("int8 auto", _quantized(_config("Int8WeightOnlyConfig"), "auto"), None, subjects=ALL + CONVOLUTIONS),
     *(
-        Row(f"{name} {steps}", _quantized(config, recipe), None, name[:4], subjects=("causal",))
+        Row(
+            f"{name} {steps}",
+            _quantized(config, recipe),
+            None,
+            name[:4],
+            ("causal", *SMOLLM2) if name == "int8-dynamic" else ("causal",),
+        )
         for name, config in (
             ("int4-dynamic-int4 g128", _int4_int4),
             ("int8-dynamic", _config("Int8DynamicActivationInt8WeightConfig")),
@@ -356,7 +395,7 @@ ROWS = (
     *(Row(f"int4 g128 zero point {a} improve", _improved(ASYM4, a), None) for a in ("nearest", "gptq")),
     *(Row(f"int8 2:4 {m}", _sparse(m), None) for m in ("magnitude", "wanda", "sparsegpt")),
     Row("int3 g128 zero point auto", _quantized(ASYM3, "auto"), None),
-    Row("int2 g64 zero point auto", _quantized(ASYM2, "auto"), None),
+    Row("int2 g64 zero point auto", _quantized(ASYM2, "auto"), None, subjects=ALL + SMOLLM2),
     Row("learned 4 bits x2 kmeans", _quantized(_learned(4, 2), "kmeans"), None, subjects=("lm",)),
     Row("learned 4 bits g64 kmeans", _quantized(_learned(4, 1, 64), "kmeans"), None, subjects=("lm",)),
     Row("learned 3 bits kmeans", _quantized(_learned(3, 1), "kmeans"), None, subjects=("lm",)),
@@ -372,9 +411,15 @@ ROWS = (
         for steps in ("gptq", "auto")
     ),
     *(Row(f"{name} auto tune", _tuned(config, "auto"), None, subjects=CONVOLUTIONS) for name, config in ROWWISE),
-    Row("mxfp4 auto", _quantized(_config("MXWeightOnlyConfig", weight_dtype="e2m1"), "auto"), None),
-    Row("nvfp4 auto", _quantized(_config("NVFP4WeightOnlyConfig"), "auto"), None),
-    Row("mixed 4.25 auto", _mixed("4.25 bpw"), None, slow=True),
+    Row(
+        "mxfp4 auto",
+        _quantized(_config("MXWeightOnlyConfig", weight_dtype="e2m1"), "auto"),
+        None,
+        subjects=ALL + SMOLLM2,
+    ),
+    Row("nvfp4 auto", _quantized(_config("NVFP4WeightOnlyConfig"), "auto"), None, subjects=ALL + SMOLLM2),
+    Row("mixed 4.25 auto", _mixed("4.25 bpw"), None, subjects=ALL + SMOLLM2, slow=True),
+    Row("mixed 3.15 auto", _mixed("3.15 bpw"), None, subjects=SMOLLM2, slow=True),
     Row("mixed 4.25 auto tune", _mixed("4.25 bpw", _tune), None, slow=True),
     Row("mixed 3.15 auto tune", _mixed("3.15 bpw", _tune), None, slow=True),
     Row("mixed 2.75 auto tune", _mixed("2.75 bpw", _tune), None, slow=True),

@@ -1,6 +1,7 @@
 """Rows as measured, in one JSON file that is written anew after each, so that a run can be resumed and extended.
 
-`KEPT` is the one that docs/accuracy-nets.md was written from: a row a line, numbers of seven digits.
+`KEPT` is the one that docs/accuracy.md and docs/accuracy-nets.md are written from: a row a line, numbers of seven
+digits.
 """
 
 from __future__ import annotations
@@ -48,6 +49,13 @@ class Results:
                 self.rows[key] = row
         self.rank = other.rank if self.rank is None else self.rank
         self.write()
+
+    def only(self, subjects: list[str]) -> Results:
+        """The rows of some subjects; not in a file."""
+        some = Results()
+        some.rows = {key: row for key, row in self.rows.items() if row["subject"] in subjects}
+        some.rank = self.rank
+        return some
 
     def write(self) -> None:
         if self.path is None:

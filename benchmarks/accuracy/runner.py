@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from safetensors.torch import load_file
 
@@ -34,6 +36,7 @@ class Choice:
     again     parts of "family: name" of rows that are measured though they were before
     quick     leave out what is slow
     seconds   a row may take
+    keep      a folder for the weights that rows with float inputs made, see `kept`
     """
 
     families: tuple[str, ...] = tuple(FAMILIES)
@@ -42,6 +45,7 @@ class Choice:
     again: tuple[str, ...] = ()
     quick: bool = False
     seconds: float = 1800
+    keep: Path | None = None
 
     def rows(self, family: Family, subject: Subject) -> Iterator[Row]:
         for name, row in family.rows().items():
@@ -80,7 +84,7 @@ def run(subjects: list[Subject], choice: Choice, results: Results, say: Callable
                     results.add(head | {"failed": "left out by --quick, it takes minutes"})
                 else:
                     heads[row.name] = head
-            for row_name, answer in measure(python, family, list(heads), subject, choice.seconds):
+            for row_name, answer in measure(python, family, list(heads), subject, choice.seconds, choice.keep):
                 say(f"{subject.name}, {name}: {row_name}: {summary(answer, subject)}")
                 if "failed" in answer and results.has(heads[row_name]):
                     say("the row measured before stays")
@@ -89,7 +93,7 @@ def run(subjects: list[Subject], choice: Choice, results: Results, say: Callable
 
 
 def measure(
-    python: str, family: Family, names: list[str], subject: Subject, seconds: float
+    python: str, family: Family, names: list[str], subject: Subject, seconds: float, keep: Path | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, answer with figures, or {"failed": reason}) of each row, as they come.
 
@@ -97,13 +101,19 @@ def measure(
     """
     while names:
         with tempfile.TemporaryDirectory() as folder:
-            process = _start(python, family, names, subject, Path(folder))
+            process = _start(python, family, names, subject, Path(folder), keep is not None)
             try:
                 done = 0
                 for i, name in enumerate(names):
                     answer = _wait(process, Path(folder), i, seconds)
                     if "figures" not in answer and "failed" not in answer:
-                        answer = _evaluated(answer, Path(folder) / str(i) / "weights.safetensors", subject)
+                        weights = Path(folder) / str(i) / "weights.safetensors"
+                        answer = _evaluated(answer, weights, subject)
+                        if keep is None or "failed" in answer:
+                            weights.unlink()
+                        else:
+                            keep.mkdir(parents=True, exist_ok=True)
+                            shutil.move(weights, kept(keep, family.name, name))
                     done += 1
                     yield name, answer
                     if answer.pop("over", False):
@@ -116,10 +126,18 @@ def measure(
             names = names[done:]
 
 
-def _start(python: str, family: Family, names: list[str], subject: Subject, folder: Path) -> subprocess.Popen[bytes]:
+def kept(folder: Path, family: str, name: str) -> Path:
+    """Where the weights of a row are kept: the float32 tensors that are not the float model's."""
+    return folder / f"{quote(f'{family} {name}', safe=' ')}.safetensors"
+
+
+def _start(
+    python: str, family: Family, names: list[str], subject: Subject, folder: Path, hand_back: bool
+) -> subprocess.Popen[bytes]:
     environment = os.environ | {
         "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "", **family.env,
+        "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "",
+        "PENNYWEIGHT_BENCH_HAND_BACK": "1" if hand_back else "", **family.env,
     }  # fmt: skip
     command = [python, "-m", "benchmarks.accuracy.worker", family.name, str(subject.folder), str(folder), *names]
     with (folder / "log.txt").open("wb") as log:
@@ -143,7 +161,6 @@ def _wait(process: subprocess.Popen[bytes], folder: Path, i: int, seconds: float
 def _evaluated(answer: dict[str, Any], weights: Path, subject: Subject) -> dict[str, Any]:
     model = subject.model()
     model.load_state_dict(load_file(weights), strict=False)
-    weights.unlink()
     try:
         return answer | {"figures": subject.evaluate(model).to_dict()}
     except ValueError as e:

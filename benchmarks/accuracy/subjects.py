@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from benchmarks.accuracy import corpus, figures, language_model, nets, outliers
+from benchmarks.accuracy import corpus, figures, language_model, nets, outliers, smollm2
 from benchmarks.accuracy.figures import Figures
 from benchmarks.accuracy.language_model import Recipe
 
@@ -95,14 +95,14 @@ def _mean_pooled(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
-def _next_bytes(reference: Tensor, got: Tensor, batches: list[Batch]) -> Figures:
+def _next_tokens(reference: Tensor, got: Tensor, batches: list[Batch]) -> Figures:
     ids = torch.cat([b["input_ids"] for b in batches])
     targets = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -1)], 1)
     return figures.classification(reference, got, targets)
 
 
 KINDS = {
-    "causal": Kind(_causal, _logits, _next_bytes, ("kl",)),
+    "causal": Kind(_causal, _logits, _next_tokens, ("kl",)),
     "encoder": Kind(_encoder, _mean_pooled, lambda a, b, _: figures.embeddings(a, b), ("1-cos", "kl")),
     "net": Kind(
         _net,
@@ -235,6 +235,19 @@ def _lm_out(folder: Path, cache: Path, recipe: Recipe, sizes: Sizes, say: Any) -
     return _lm(folder, cache, recipe, sizes, say, outliers.add_)
 
 
+def _smollm2(folder: Path, cache: Path, recipe: Recipe, sizes: Sizes, say: Any) -> tuple[Any, ...]:
+    """Half of the windows that a byte-level model is calibrated on, a third of those that it is evaluated on: a window
+    of tokens says more, and takes longer."""
+    model, tokenizer = smollm2.load(), smollm2.tokenizer()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    windows = (
+        smollm2.calibration(tokenizer, sizes.calibration // 2, sizes.length),
+        smollm2.evaluation(tokenizer, sizes.evaluation // 3, sizes.length),
+    )
+    return (smollm2.layers(model), *([{"input_ids": some} for some in w.split(sizes.batch // 2)] for w in windows))
+
+
 def byte_tokenizer() -> Any:
     """Of a byte its number: what some peers ask a model's folder for."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -319,6 +332,7 @@ def _of_recipe(recipe: Recipe) -> tuple[Any, ...]:
 
 # name -> kind, how it is made, what it is, what else its digest depends on
 SUBJECTS: dict[str, tuple[str, Callable[..., tuple[Any, ...]], str, Callable[[Recipe], tuple[Any, ...]]]] = {
+    "smollm2": ("causal", _smollm2, "SmolLM2-135M-Instruct", lambda recipe: smollm2.depends()),
     "lm": ("causal", _lm, "a byte-level Llama trained on the standard library's sources", _of_recipe),
     "lm-out": (
         "causal", _lm_out, "the same function, weights rescaled so that some channels are outliers",

@@ -16,9 +16,11 @@ from benchmarks.accuracy import (
     gates,
     language_model,
     methods,
+    multiple_choice,
     nets,
     outliers,
     page,
+    smollm2,
     statistics,
     targets,
     worker,
@@ -27,9 +29,9 @@ from benchmarks.accuracy.__main__ import choice_of, main, parser
 from benchmarks.accuracy.accounting import Bits, bits_of
 from benchmarks.accuracy.language_model import Recipe
 from benchmarks.accuracy.results import Results
-from benchmarks.accuracy.rivals import FAMILIES, REFERENCE, Family
+from benchmarks.accuracy.rivals import FAMILIES, REFERENCE, Family, ggml_rival, reference_of
 from benchmarks.accuracy.rivals.base import CONVOLUTIONS, Row, each_weight, second_moments
-from benchmarks.accuracy.runner import Choice, measure, run
+from benchmarks.accuracy.runner import Choice, kept, measure, run
 from benchmarks.accuracy.subjects import KINDS, SUBJECTS, Sizes, Subject, byte_tokenizer, prepare
 
 TINY = Recipe(hidden=128, inner=256, layers=2, heads=4, kv_heads=2, steps=0, length=32)
@@ -86,7 +88,7 @@ def test_a_subject_is_found_again_with_other_sizes_apart(lm, cache):
     assert prepare("lm", cache, TINY, Sizes(**vars(SIZES) | {"evaluation": 4})).digest != lm.digest
     assert len(lm.layers) == 14
     assert all(name.startswith("model.layers.") for name in lm.layers)
-    with pytest.raises(ValueError, match="unknown subject 'x'; known: lm, lm-out"):
+    with pytest.raises(ValueError, match="unknown subject 'x'; known: smollm2, lm, lm-out"):
         prepare("x", cache, TINY, SIZES)
 
 
@@ -111,6 +113,8 @@ def test_an_exact_copy_has_no_error(lm, cache, name, monkeypatch):
     monkeypatch.setattr(nets, "_train", lambda name: nets.NETS[name]())
     subject = lm if name == "lm" else prepare(name, cache, TINY, SIZES)
     found = subject.evaluate(subject.model())
+    perplexities = [found.values.pop(k, 0.0) for k in ("perplexity", "float perplexity")]
+    assert perplexities[0] == perplexities[1]
     assert set(found.values.values()) == {0.0}
     assert set(found.per_sequence["kl"]) == {0.0}
     assert len(found.per_sequence["kl"]) == (6 if name == "lm" else 449)
@@ -329,7 +333,7 @@ def _row(family, name, bits, kl, subject="lm", **fields):
     per_sequence = [kl * (1 + 0.1 * i) for i in range(8)]
     measures = KINDS[SUBJECTS[subject][0]].measures
     values = {"kl": sum(per_sequence) / 8, "kl p99": 2 * kl, "flips": 0.01, "1-cos": kl, "1-cos p99": kl,
-              "spearman": 0.99, "top-10 overlap": 0.9}  # fmt: skip
+              "spearman": 0.99, "top-10 overlap": 0.9, "perplexity": 21.0, "float perplexity": 20.0}  # fmt: skip
     return {"subject": subject, "digest": "d", "family": family, "name": name, "bits": bits, "seconds": 1.0,
             "inputs": "", "note": "", "date": "2026-01-01", "versions": {"torch": "2"},
             "figures": {"per_sequence": dict.fromkeys(measures, per_sequence), "values": values}} | fields  # fmt: skip
@@ -390,6 +394,31 @@ def test_a_page_says_which_tools_have_no_row(tmp_path):
     assert "- gptqmodel, auto-round: none of their rows supports this kind of model" in told
     assert "ggml: not run on this model" in told
     assert "torchao" not in told
+
+
+def test_a_page_has_its_models_and_what_was_measured_before(tmp_path):
+    results = Results()
+    for row in (
+        _row("pennyweight", "int4 g64", 4.25, 0.002, subject="smollm2", clock="process"),
+        _row(*reference_of("smollm2"), 4.5, 0.004, subject="smollm2", clock="process"),
+        _row("pennyweight", "int8", 8.1, 0.002, subject="minilm-2048"),
+    ):
+        results.add(row)
+    page.write(results, tmp_path / "accuracy.md")
+    text = (tmp_path / "accuracy.md").read_text()
+    assert text.index("## smollm2: ") < text.index("\n## lm: ")
+    assert "minilm-2048:" not in text
+    assert "smollm2: processor time" in text
+    assert "| **pennyweight int4 g64** | 4.250 | 0.0027 |" in text
+    assert "| 0.500 | 0.5 to 0.5 | 0.004 | 1.00 | 21.000 | 1 |" in text
+    assert "| lm-out | the same function" in text
+    assert "128 does not divide rows of 576" in text
+    assert "- pennyweight: int4 g64 zero point, " in text
+    page.write(results, tmp_path / "accuracy-nets.md")
+    text = (tmp_path / "accuracy-nets.md").read_text()
+    assert "## minilm-2048: " in text
+    assert "## smollm2: " not in text
+    assert "minilm-2048: elapsed time" in text
 
 
 def test_sequences_are_put_together_in_larger_batches():
@@ -491,3 +520,112 @@ def test_targets_name_rows_that_exist_and_are_judged_by_their_interval(tmp_path)
     rows = targets.table(results)
     assert [(r[0], r[-1]) for r in rows] == [(first.work, "met")]
     assert rows[0][5] == "0.190 (0.190 to 0.190)"
+
+
+# -- SmolLM2 ---------------------------------------------------------------------------------------------------------
+
+
+def _words(text):
+    """A tokenizer for tests: a letter or a space is a token."""
+    return {"input_ids": [ord(c) for c in text]}
+
+
+def _tokens(text, **_):
+    return _words(text)
+
+
+def test_smollm2_is_calibrated_and_evaluated_on_different_text(monkeypatch):
+    pytest.importorskip("diffusers")  # READMEs of installed packages
+    some = corpus.docstrings("calibration")
+    monkeypatch.setattr(corpus, "docstrings", lambda name: some if name == "calibration" else ())  # train is large
+    evaluated = smollm2.evaluation(_tokens, 16, 32)
+    assert evaluated.shape == (16, 32)
+    assert len({tuple(w.tolist()) for w in evaluated}) == 16
+    texts = ["".join(map(chr, w.tolist())) for w in evaluated]
+    sources = smollm2.evaluated()
+    for part, source in ((texts[:10], "reference"), (texts[10:14], "readmes"), (texts[14:], "licences")):
+        assert all(any(t in whole for whole in sources[source]) for t in part)
+    calibrated = "".join(map(chr, smollm2.calibration(_tokens, 64, 32).flatten().tolist()))
+    assert not any(t in calibrated for t in texts)
+    with pytest.raises(ValueError, match="100000 windows of 256 asked for"):
+        smollm2.calibration(_tokens, 100_000, 256)
+
+
+def test_smollm2_has_rows_of_its_own():
+    ours = {n for n, row in FAMILIES["pennyweight"].rows().items() if row.takes("causal", "smollm2")}
+    assert {"int8", "int4 g64 zero point gptq", "mxfp4 auto", "mixed 4.25 auto"} <= ours
+    for family in FAMILIES.values():
+        for name, row in family.rows().items():
+            if row.takes("causal", "smollm2"):
+                assert "g128" not in name or name.startswith("AWQ"), name
+                assert "g32" not in name, name
+                assert (family.name, name) != ("gguf", "Q4_1")
+    assert reference_of("smollm2")[1] in FAMILIES["torchao"].rows()
+    assert reference_of("lm") == REFERENCE
+
+
+def test_ggml_falls_back_as_llama_cpp_does():
+    assert ggml_rival.type_for("Q3_K", 1536) == "Q3_K"
+    assert [ggml_rival.type_for(n, 576) for n in ("Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0")] == [
+        "IQ4_NL", "Q5_0", "Q5_1", "Q8_0", "Q4_0"
+    ]  # fmt: skip
+    assert ggml_rival._bits("Q3_K").of([(10, 576), (10, 512)]) == pytest.approx((576 * 4.5 + 512 * 3.4375) / 1088)
+
+
+def test_weights_of_a_row_are_kept(lm, tmp_path):
+    choice = Choice(("pennyweight",), ("int4 g128 tinygemm",), keep=tmp_path / "kept")
+    run([lm], choice, Results(tmp_path / "r.json"), lambda _: None)
+    weights = load_file(kept(tmp_path / "kept", "pennyweight", "int4 g128 tinygemm"))
+    assert set(weights) == {f"{n}.weight" for n in lm.layers}
+
+
+class _Successor(nn.Module):
+    """Thinks that a letter's successor is likely to follow, by as much as is said for the letter."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, input_ids, attention_mask, use_cache):
+        logits = torch.zeros(*input_ids.shape, 128)
+        logits.scatter_(-1, ((input_ids + 1) % 128).unsqueeze(-1), self.factor)
+        return SimpleNamespace(logits=logits)
+
+
+def test_the_likeliest_continuation_is_chosen():
+    lines = "# letters\nsay | bc | xbc | ca | zz\nab | pqr | wz | az | qa\n"
+    some = multiple_choice.items(lines)
+    assert [item.choices[item.right] for item in some] == ["bc", "pqr"]
+    assert [item.right for item in some] == [0, 1]
+    assert some[0].category == "letters"
+    assert multiple_choice.choose(_Successor(3.0), _words, some) == [0, 1]
+    found = multiple_choice.scores(_Successor(3.0), _words, some, batch=3)
+    likely, not_likely = 3 - math.log(math.exp(3) + 127), -math.log(math.exp(3) + 127)
+    # " bc": the space and b follow nothing, c follows b
+    assert found[0, 0] == pytest.approx((2 * not_likely + likely) / 3, rel=1e-5)
+    assert found[1, 1] == pytest.approx((2 * not_likely + 2 * likely) / 4, rel=1e-5)
+    with pytest.raises(ValueError, match="not a text, its continuation"):
+        multiple_choice.items("a | b | b | c | d")
+
+
+def test_the_items_are_many_and_balanced():
+    some = multiple_choice.items()
+    assert len(some) >= 200
+    places = [sum(item.right == i for item in some) for i in range(4)]
+    assert max(places) - min(places) <= 1
+    assert len({item.text + item.choices[item.right] for item in some}) == len(some)
+
+
+def test_answers_are_kept_and_judged_beside_the_float_model(tmp_path):
+    right = [item.right for item in multiple_choice.items()]
+    answers = multiple_choice.Answers(tmp_path / "a.json", "d")
+    answers.add(*multiple_choice.FLOAT, right)
+    wrong = [(r + 1) % 4 if i % 2 else r for i, r in enumerate(right)]
+    answers.add("torchao", "int4", wrong)
+    found = multiple_choice.Answers(tmp_path / "a.json").scores()
+    assert found[multiple_choice.FLOAT].right.value == 1
+    score = found["torchao", "int4"]
+    assert score.right.value == score.same.value == pytest.approx(0.5, abs=0.01)
+    assert score.change.value == pytest.approx(-0.5, abs=0.01)
+    assert score.change.low < -0.5 < score.change.high
+    assert multiple_choice.Answers(tmp_path / "a.json", "other").rows == {}

@@ -87,3 +87,9 @@ FAMILIES = {
     )
 }  # fmt: skip
 REFERENCE = ("torchao", "int4 g128 tinygemm (prototype)")  # T: what ratios are to, 4.25 bits a weight
+REFERENCES = {"smollm2": ("torchao", "int4 g64 tinygemm (prototype)")}  # 4.5 bits
+
+
+def reference_of(subject: str) -> tuple[str, str]:
+    """(family, row) of T."""
+    return REFERENCES.get(subject, REFERENCE)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.accuracy.accounting import Bits
-from benchmarks.accuracy.rivals.base import Row, each_weight
+from benchmarks.accuracy.rivals.base import ALL, SMOLLM2, Row, each_weight
 
 
 def _through(table: str, nested: bool) -> Any:
@@ -24,7 +24,7 @@ _PLAIN = Bits(4, 64, 32, why="float32 absmax per block of 64")
 _NESTED = Bits(4 + 8 / 64 + 32 / (64 * 256), per_layer=32 + 32 * 256,
                why="8-bit absmax per block of 64, float32 scale of 256 of them, mean and table per layer")  # fmt: skip
 ROWS = (
-    Row("NF4", _through("nf4", False), _PLAIN),
-    Row("NF4 nested", _through("nf4", True), _NESTED, note="compress_statistics=True"),
-    Row("FP4", _through("fp4", False), _PLAIN),
+    Row("NF4", _through("nf4", False), _PLAIN, subjects=ALL + SMOLLM2),
+    Row("NF4 nested", _through("nf4", True), _NESTED, subjects=ALL + SMOLLM2, note="compress_statistics=True"),
+    Row("FP4", _through("fp4", False), _PLAIN, subjects=ALL + SMOLLM2),
 )

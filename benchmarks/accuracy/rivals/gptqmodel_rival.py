@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.accuracy.accounting import Bits
-from benchmarks.accuracy.rivals.base import Row, layers
+from benchmarks.accuracy.rivals.base import SMOLLM2, Row, layers
 from benchmarks.accuracy.subjects import Subject
 
 
@@ -44,5 +44,9 @@ ROWS = (
     Row("GPTQ int4 g128 asymmetric", _run(bits=4, group_size=128, sym=False), _bits(4, 128), subjects=("causal",),
         note="sym=False"),
     Row("GPTQ int3 g128", _run(bits=3, group_size=128), _bits(3, 128), subjects=("causal",)),
-    Row("GPTQ int2 g64", _run(bits=2, group_size=64), _bits(2, 64), subjects=("causal",)),
+    Row("GPTQ int2 g64", _run(bits=2, group_size=64), _bits(2, 64), subjects=("causal", *SMOLLM2)),
+    Row("GPTQ int4 g64", _run(bits=4, group_size=64), _bits(4, 64), subjects=SMOLLM2),
+    Row("GPTQ int4 g64 asymmetric", _run(bits=4, group_size=64, sym=False), _bits(4, 64), subjects=SMOLLM2,
+        note="sym=False"),
+    Row("GPTQ int3 g64", _run(bits=3, group_size=64), _bits(3, 64), subjects=SMOLLM2),
 )  # fmt: skip

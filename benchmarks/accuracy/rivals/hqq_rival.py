@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.accuracy.accounting import Bits
-from benchmarks.accuracy.rivals.base import Row, each_weight
+from benchmarks.accuracy.rivals.base import ALL, SMOLLM2, Row, each_weight
 
 
 def _through(bits: int, group: int) -> Any:
@@ -28,6 +28,7 @@ def _through(bits: int, group: int) -> Any:
 ROWS = tuple(
     Row(f"int{bits} g{group}", _through(bits, group),
         Bits(bits if bits != 3 else 3.2, group, 32, why="float16 scale and zero per group"
-             + ("; ten codes of 3 bits in 32" if bits == 3 else "")))
+             + ("; ten codes of 3 bits in 32" if bits == 3 else "")),
+        subjects=ALL + SMOLLM2 if group == 64 else ALL)
     for bits, group in ((8, 64), (4, 64), (4, 128), (3, 64), (2, 64))
 )  # fmt: skip

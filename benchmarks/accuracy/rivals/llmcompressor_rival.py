@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.accuracy.accounting import Bits
-from benchmarks.accuracy.rivals.base import TEXT, Row, layers
+from benchmarks.accuracy.rivals.base import SMOLLM2, TEXT, Row, layers
 from benchmarks.accuracy.subjects import Subject
 
 Recipe = Callable[[Subject], list[Any]]
@@ -108,9 +108,14 @@ ROWS = (
         note='scheme="W4A16_ASYM"'),
     Row("GPTQ W3A16 g128", _weights(_groups(3, 128)), _sym(3, 128), subjects=TEXT),
     Row("GPTQ W2A16 g64 asymmetric", _weights(_groups(2, 64, False)),
-        Bits(2, 64, 18, why="16-bit scale and 2-bit zero per group of 64"), subjects=TEXT),
+        Bits(2, 64, 18, why="16-bit scale and 2-bit zero per group of 64"), subjects=TEXT + SMOLLM2),
+    Row("GPTQ W4A16 g64", _weights(_groups(4, 64)), _sym(4, 64), subjects=SMOLLM2),
+    Row("GPTQ W4A16 g64 asymmetric", _weights(_groups(4, 64, False)),
+        Bits(4, 64, 20, why="16-bit scale and 4-bit zero per group of 64"), subjects=SMOLLM2),
+    Row("GPTQ W3A16 g64 asymmetric", _weights(_groups(3, 64, False)),
+        Bits(3, 64, 19, why="16-bit scale and 3-bit zero per group of 64"), subjects=SMOLLM2),
     Row("AWQ W4A16 g128 asymmetric", _weights(_awq),
-        Bits(4, 128, 20, why="16-bit scale and 4-bit zero per group of 128"), subjects=("causal",)),
-    Row("SmoothQuant + GPTQ W8A8", _as_it_stands(_smooth), INT8, "int8", subjects=("causal",),
+        Bits(4, 128, 20, why="16-bit scale and 4-bit zero per group of 128"), subjects=("causal", *SMOLLM2)),
+    Row("SmoothQuant + GPTQ W8A8", _as_it_stands(_smooth), INT8, "int8", subjects=("causal", *SMOLLM2),
         note="smoothing_strength=0.8"),
 )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.accuracy.accounting import Bits
-from benchmarks.accuracy.rivals.base import Row, calibrate, layers
+from benchmarks.accuracy.rivals.base import ALL, SMOLLM2, Row, calibrate, layers
 from benchmarks.accuracy.subjects import Subject
 
 TINYGEMM = "bfloat16 scale and zero per group of 128"
@@ -104,18 +104,21 @@ def _da4w() -> Any:
     return Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(32))
 
 
-def _awq(subject: Subject, model: nn.Module) -> nn.Module:
-    from torchao.prototype.awq import AWQConfig
-    from torchao.quantization import quantize_
+def _awq(group: int = 128) -> Callable[[Subject, nn.Module], nn.Module]:
+    def run(subject: Subject, model: nn.Module) -> nn.Module:
+        from torchao.prototype.awq import AWQConfig
+        from torchao.quantization import quantize_
 
-    model = model.to(torch.bfloat16)
-    base = _tinygemm()()
-    quantize_(model, AWQConfig(base, step="prepare"), _filter(subject))
-    # its observer joins what it saw along the tokens, so the batches must be of one shape: one sequence a call
-    calibrate(subject, model, [_cut({k: t[i : i + 1] for k, t in b.items()}) for b in subject.calibration()
-                               for i in range(len(next(iter(b.values()))))])  # fmt: skip
-    quantize_(model, AWQConfig(base, step="convert"), _filter(subject))
-    return _plain(subject, model)
+        model = model.to(torch.bfloat16)
+        base = _tinygemm(group)()
+        quantize_(model, AWQConfig(base, step="prepare"), _filter(subject))
+        # its observer joins what it saw along the tokens, so the batches must be of one shape: one sequence a call
+        calibrate(subject, model, [_cut({k: t[i : i + 1] for k, t in b.items()}) for b in subject.calibration()
+                                   for i in range(len(next(iter(b.values()))))])  # fmt: skip
+        quantize_(model, AWQConfig(base, step="convert"), _filter(subject))
+        return _plain(subject, model)
+
+    return run
 
 
 def _cut(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -148,6 +151,8 @@ def _sym(bits: int, group: int) -> Bits:
 
 
 INT8 = Bits(8, per_row=32, why="float32 scale per row")
+_BOTH = ALL + SMOLLM2
+_TINYGEMM64 = "bfloat16 scale and zero per group of 64"
 _MX = "torchao.prototype.mx_formats.inference_workflow"
 _DYNAMIC8 = _named("Int8DynamicActivationInt8WeightConfig", set_inductor_config=False)
 ROWS = (
@@ -160,15 +165,25 @@ ROWS = (
     Row("int3 g128", _weight_only(_intx(3, 128)), _sym(3, 128)),
     Row("int2 g128", _weight_only(_intx(2, 128)), _sym(2, 128)),
     Row("int4 g32", _weight_only(_intx(4, 32)), _sym(4, 32)),
-    Row("int8 weight-only", _weight_only(_named("Int8WeightOnlyConfig", set_inductor_config=False)), INT8),
-    Row("float8 weight-only", _weight_only(_named("Float8WeightOnlyConfig", set_inductor_config=False)), INT8),
+    Row("int8 weight-only", _weight_only(_named("Int8WeightOnlyConfig", set_inductor_config=False)), INT8,
+        subjects=_BOTH),
+    Row("float8 weight-only", _weight_only(_named("Float8WeightOnlyConfig", set_inductor_config=False)), INT8,
+        subjects=_BOTH),
     Row("NVFP4 weight-only",
         _weight_only(_named("NVFP4WeightOnlyConfig", _MX), torch.bfloat16),
-        Bits(4, 16, 8, per_layer=32, why="e4m3 scale per group of 16, float32 scale per layer")),
-    Row("W8A8 dynamic", _as_it_stands(_DYNAMIC8), INT8, "int8"),
+        Bits(4, 16, 8, per_layer=32, why="e4m3 scale per group of 16, float32 scale per layer"), subjects=_BOTH),
+    Row("W8A8 dynamic", _as_it_stands(_DYNAMIC8), INT8, "int8", _BOTH),
     Row("W8A8 SmoothQuant", _smooth,
-        Bits(8, per_row=32, per_column=32, why="float32 scale per row and factor per column"), "int8"),
+        Bits(8, per_row=32, per_column=32, why="float32 scale per row and factor per column"), "int8", _BOTH),
     Row("W4A8 g32 (8da4w)", _as_it_stands(_da4w), Bits(4, 32, 32, why="float32 scale per group of 32"), "int8"),
-    Row("int4 g128 AWQ", _awq, Bits(4, 128, 32, per_column=16, why=f"{TINYGEMM}, bfloat16 factor per column"),
+    Row("int4 g128 AWQ", _awq(), Bits(4, 128, 32, per_column=16, why=f"{TINYGEMM}, bfloat16 factor per column"),
         slow=True),
+    Row("int4 g64 tinygemm (prototype)", _weight_only(_tinygemm(64), torch.bfloat16), Bits(4, 64, 32, why=_TINYGEMM64),
+        subjects=SMOLLM2),
+    Row("int4 g64 tinygemm, HQQ", _weight_only(_tinygemm(64, hqq=True), torch.bfloat16),
+        Bits(4, 64, 32, why=_TINYGEMM64), subjects=SMOLLM2),
+    *(Row(f"int{bits} g64", _weight_only(_intx(bits, 64)), _sym(bits, 64), subjects=SMOLLM2) for bits in (4, 3, 2)),
+    Row("int4 g64 hqq_scale_only", _weight_only(_intx(4, 64, True)), _sym(4, 64), subjects=SMOLLM2),
+    Row("int4 g64 AWQ", _awq(64), Bits(4, 64, 32, per_column=16, why=f"{_TINYGEMM64}, bfloat16 factor per column"),
+        subjects=SMOLLM2, slow=True),
 )  # fmt: skip
