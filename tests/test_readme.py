@@ -145,6 +145,21 @@ def test_the_plain_call_is_that_of_the_measured_page() -> None:
     assert model[0].weight.spec.with_(layout="plain") == SPECS["tinygemm"]
 
 
+def test_the_trained_language_model_is_that_of_the_measured_page() -> None:
+    page = overview.ACCURACY.read_text(encoding="utf-8")
+    said = README.partition("SmolLM2-135M-Instruct (float")[2].partition("**Speed**")[0]
+    for value, bits, name in (
+        ("3.96", "8.05", "pennyweight int8"), ("158", "4.32", "pennyweight int4 g64 zero point gptq"),
+        ("160", "4.31", "llm-compressor GPTQ W4A16 g64 asymmetric"), ("349", "4.32", "pennyweight int4 g64 zero point"),
+        ("246", "4.50", "hqq int4 g64"), ("308", "4.50", "bitsandbytes NF4"),
+        ("317", "4.50", "torchao int4 g64 tinygemm (prototype)"),
+    ):  # fmt: skip
+        measured = row(page, name)
+        assert re.search(rf"\b{re.escape(value)}\b", said), name
+        assert float(value) == pytest.approx(1e3 * float(measured[1]), rel=0.005), name
+        assert float(bits) == pytest.approx(float(measured[0]), abs=0.006), name
+
+
 def test_the_picture_says_what_it_shows() -> None:
     said = re.search(r"the lowest curve from ([\d.]+) to ([\d.]+) bits", README)
     assert said is not None
