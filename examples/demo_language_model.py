@@ -84,7 +84,7 @@ def timed(model: Any) -> list[float]:
     """Seconds to the first token, tokens per second: of a second answer; the first one warms up."""
     answer = None
     for count in (3, TOKENS):
-        settings = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+        settings: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
         answer = Conversation(model, load_tokenizer(file()), **settings).ask(STORY)
     assert answer is not None
     return [answer.first_token, answer.tokens_per_second or 0]

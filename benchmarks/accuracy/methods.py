@@ -293,6 +293,7 @@ GROUPS_64 = (
     Row("int4 g64 zero point", _quantized(ASYM4_64), None, subjects=SMOLLM2),
     Row("int4 g64 zero point mse", _quantized(_spec("uint4", 64, rule="mse", **_ZERO)), None, subjects=SMOLLM2),
     Row("int4 g64 tinygemm", _quantized(_named("tinygemm", block=(64,))), None, subjects=SMOLLM2),
+    Row("int4 g64 tinygemm hqq", _quantized(_named("tinygemm", block=(64,)), "hqq"), None, subjects=SMOLLM2),
     Row("int3 g64 zero point", _quantized(ASYM3_64), None, subjects=SMOLLM2),
     *(
         Row(f"int4 g64 {steps}", _quantized(SYM4_64, steps), None, subjects=SMOLLM2) for steps in ("gptq", "auto")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -92,6 +91,12 @@ _LINE = "1px solid rgba(128,128,128,.35)"
 _CELL = "padding:.2em .7em;background:transparent;color:inherit;vertical-align:top;white-space:pre-line;"
 
 
+def _escape(text: str) -> str:
+    from html import escape  # its tables of names are not needed to import the package
+
+    return escape(text)
+
+
 def html_table(
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
@@ -110,13 +115,13 @@ def html_table(
     """
     body = [_row("td", row, columns, right, i == bold) for i, row in enumerate(rows)]
     head = f"<thead>{_row('th', columns, columns, right, True)}</thead>" if columns else ""
-    parts = [f"<div><b>{escape(title)}</b></div>"] if title else []
+    parts = [f"<div><b>{_escape(title)}</b></div>"] if title else []
     if rows:
         parts.append(_table(head + _body(body[:SHOWN])))
     if len(rows) > SHOWN:
         summary = f"<summary>{len(rows) - SHOWN} more rows</summary>"
         parts.append(f"<details>{summary}{_table(head + _body(body[SHOWN:]))}</details>")
-    parts += [f'<div style="opacity:.75">{escape(line)}</div>' for line in notes]
+    parts += [f'<div style="opacity:.75">{_escape(line)}</div>' for line in notes]
     return f'<div class="pennyweight" style="font-size:90%;overflow-x:auto">{"".join(parts)}</div>'
 
 
@@ -128,7 +133,7 @@ def html_columns(counts: Sequence[int], label: str) -> str:
         for i, n in enumerate(counts)
     )
     return (
-        f'<svg role="img" aria-label="{escape(label)}" width="{width * len(counts)}" height="40" fill="currentColor" '
+        f'<svg role="img" aria-label="{_escape(label)}" width="{width * len(counts)}" height="40" fill="currentColor" '
         f'opacity=".6">{bars}</svg>'
     )
 
@@ -145,7 +150,7 @@ def _body(rows: Sequence[str]) -> str:
 def _row(tag: str, cells: Sequence[str], columns: Sequence[str], right: Sequence[str], bold: bool) -> str:
     weight = "font-weight:bold;" if bold else ""
     made = [
-        f'<{tag} style="{_CELL}{weight}text-align:{"right" if name in right else "left"}">{escape(cell)}</{tag}>'
+        f'<{tag} style="{_CELL}{weight}text-align:{"right" if name in right else "left"}">{_escape(cell)}</{tag}>'
         for cell, name in zip(cells, columns or [""] * len(cells), strict=True)
     ]
     return f'<tr style="background:transparent;border:none;border-bottom:{_LINE}">{"".join(made)}</tr>'

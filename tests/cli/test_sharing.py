@@ -115,7 +115,7 @@ def test_convert_renews_a_generated_card(there: Hub, run: Any, tmp_path: Path) -
 
 def test_with_calibration(run: Any, writer: Path, text: Path, tmp_path: Path) -> None:
     ok(run("quantize", writer, tmp_path / "out", *INT4, "--calibration", text))
-    assert "# writer, uint4" in (tmp_path / "out" / "README.md").read_text()
+    assert "# writer, int4" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_other_folders_get_no_card(run: Any, plain: Path, tmp_path: Path) -> None:
