@@ -151,6 +151,7 @@ def test_the_trained_language_model_is_that_of_the_measured_page() -> None:
     for value, bits, name in (
         ("3.96", "8.05", "pennyweight int8"), ("158", "4.32", "pennyweight int4 g64 zero point gptq"),
         ("160", "4.31", "llm-compressor GPTQ W4A16 g64 asymmetric"), ("349", "4.32", "pennyweight int4 g64 zero point"),
+        ("267", "4.50", "pennyweight int4 g64 tinygemm hqq"), ("323", "4.50", "pennyweight int4 g64 tinygemm"),
         ("246", "4.50", "hqq int4 g64"), ("308", "4.50", "bitsandbytes NF4"),
         ("317", "4.50", "torchao int4 g64 tinygemm (prototype)"),
     ):  # fmt: skip
