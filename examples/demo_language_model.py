@@ -8,6 +8,7 @@ weights that the file stands for, decoded.
 """
 
 import argparse
+import copy
 import json
 import os
 import platform
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -32,8 +34,7 @@ from torch import Tensor
 
 import pennyweight as pw
 from pennyweight.inference.conversation import Conversation
-from pennyweight.integrations.transformers import load_pretrained
-from pennyweight.report.evaluation_inputs import load_tokenizer
+from pennyweight.integrations.transformers import load_pretrained, load_tokenizer
 
 QUESTION = "Why is the sky blue? Answer in two sentences."
 STORY = "Write a story about a lighthouse."  # long enough to be timed
@@ -42,10 +43,7 @@ WINDOWS, LENGTH = 6, 128  # of text, to measure the error
 INT8, INT6 = pw.Int8WeightOnlyConfig(), pw.IntxWeightOnlyConfig("int6", pw.PerGroup(64))
 INT4 = pw.Int4WeightOnlyConfig(group_size=64)
 SENSITIVE = ("*.down_proj", "*.v_proj", "*.o_proj", "*.k_proj")
-# name -> config; None: the weights of the file, float ("float32") or as they are
-VARIANTS: dict[str, pw.AOBaseConfig | None] = {
-    "float32": None,
-    "the file, Q4_1": None,
+CONFIGS: dict[str, pw.AOBaseConfig] = {
     "int8": pw.FqnToConfig({"_default": INT8, "_embeddings": INT8}),
     "int4": pw.FqnToConfig({"_default": INT4, "_embeddings": INT8}),
     "int4 and int6": pw.FqnToConfig({**dict.fromkeys(SENSITIVE, INT6), "_default": INT4, "_embeddings": INT8}),
@@ -60,14 +58,26 @@ def file() -> str:
     return str(next(Path(spec.origin).parent.glob("*.gguf")))
 
 
+@cache
+def tokenizer() -> Any:
+    return load_tokenizer(file())
+
+
 def load(source: str | Path, dtype: torch.dtype | None = torch.float32) -> Any:
     return load_pretrained(transformers.LlamaForCausalLM, source, dtype=dtype)
+
+
+def float_model() -> Any:
+    """What the file decodes to."""
+    model = load(file())
+    pw.dequantize_(model)
+    return model
 
 
 def windows() -> list[dict[str, Tensor]]:
     """Text that no quantization here has seen, in windows of tokens."""
     text = "\n".join(topics[name] for name in sorted(topics))
-    ids = load_tokenizer(file())(text, return_tensors="pt", verbose=False)["input_ids"][0]
+    ids = tokenizer()(text, return_tensors="pt", verbose=False)["input_ids"][0]
     step = len(ids) // WINDOWS
     return [{"input_ids": ids[None, i * step : i * step + LENGTH]} for i in range(WINDOWS)]
 
@@ -85,32 +95,21 @@ def timed(model: Any) -> list[float]:
     answer = None
     for count in (3, TOKENS):
         settings: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
-        answer = Conversation(model, load_tokenizer(file()), **settings).ask(STORY)
+        answer = Conversation(model, tokenizer(), **settings).ask(STORY)
     assert answer is not None
     return [answer.first_token, answer.tokens_per_second or 0]
 
 
 def measure(name: str, source: str) -> dict[str, Any]:
-    """In a process of its own: time, memory and error of one variant."""
+    """In a process of its own: time and memory of one variant."""
     before, start = memory(), time.perf_counter()
-    model = load(source)
-    if name == "float32":
-        pw.dequantize_(model)
+    model = float_model() if name == "float32" else load(source)
     found: dict[str, Any] = {"load": time.perf_counter() - start, "unfused": timed(model)}
-    if name == "float32":
-        found["bytes"] = sum(p.nbytes for p in model.parameters())
     if name != "float32":
         start = time.perf_counter()
         pw.fuse_(model)
         found |= {"fuse": time.perf_counter() - start, "fused": timed(model)}
-    found["memory"] = memory() - before
-    if name != "float32":
-        exact = load(file())
-        pw.dequantize_(exact)
-        compared = pw.compare(exact, model, windows(), layers=False, progress=False)
-        assert compared.kl is not None
-        found |= {"kl": compared.kl.mean, "top1": compared.top1}
-    return found
+    return found | {"memory": memory() - before}
 
 
 def in_new_process(name: str, source: str | Path) -> dict[str, Any]:
@@ -118,21 +117,10 @@ def in_new_process(name: str, source: str | Path) -> dict[str, Any]:
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
-def write(out: Path, full: bool, console: Console) -> dict[str, Path]:
-    """The quantized folders."""
-    folders = {}
-    for name, config in VARIANTS.items():
-        if config is not None:
-            model = load(file())
-            pw.dequantize_(model)
-            report = pw.quantize_(model, config)
-            if full:
-                console.print(f"[b]What {name} does to each weight[/b]")
-                print(report)
-            folders[name] = out / name.replace(" ", "-")
-            model.save_pretrained(folders[name])
-            load_tokenizer(file()).save_pretrained(folders[name])
-    return folders
+def errors(exact: Any, model: Any, text: list[dict[str, Tensor]]) -> tuple[str, str]:
+    """Two cells: the KL divergence from float32, and how often both take the same token for the most likely."""
+    compared = pw.compare(exact, model, text, layers=False, progress=False)
+    return (f"{1e3 * compared.kl.mean:.2f}" if compared.kl else ""), f"{compared.top1:.1%}"
 
 
 def main() -> None:
@@ -151,7 +139,7 @@ def main() -> None:
         f"{time.perf_counter() - start:.1f} s. {platform.machine()}, {torch.get_num_threads()} threads, torch "
         f"{torch.__version__}.\n\n[b]> {QUESTION}[/b]"
     )
-    talk = Conversation(model, load_tokenizer(file()), max_new_tokens=160, do_sample=False)
+    talk = Conversation(model, tokenizer(), max_new_tokens=160, do_sample=False)
     answer = talk.ask(QUESTION, lambda part: print(part, end="", flush=True))
     console.print(f"\n\n[dim]{answer.tokens} tokens, {answer.tokens_per_second:.0f} per second[/dim]\n")
     del model, talk
@@ -162,7 +150,6 @@ def main() -> None:
 
 
 def compare(out: Path, full: bool, console: Console) -> None:
-    folders: dict[str, str | Path] = {"float32": file(), "the file, Q4_1": file(), **write(out, full, console)}
     table = Table(title="Result", title_justify="left", title_style="bold")
     table.add_column("")
     for column in (
@@ -170,15 +157,28 @@ def compare(out: Path, full: bool, console: Console) -> None:
         "tokens per second\nunfused, fused",
     ):  # fmt: skip
         table.add_column(column, justify="right")
-    for name, source in folders.items():
+    exact, text = float_model(), windows()
+    lines: list[tuple[str, str | Path, int, tuple[str, str]]] = [
+        ("float32", file(), sum(p.nbytes for p in exact.parameters()), ("", "")),
+        ("the file, Q4_1", file(), Path(file()).stat().st_size, errors(exact, load(file()), text)),
+    ]
+    for name, config in CONFIGS.items():
+        model = copy.deepcopy(exact)
+        report = pw.quantize_(model, config)
+        if full:
+            console.print(f"[b]What {name} does to each weight[/b]")
+            print(report)
+        folder = out / name.replace(" ", "-")
+        model.save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+        size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+        lines.append((name, folder, size, errors(exact, model, text)))
+    del exact
+    for name, source, size, cells in lines:
         row = in_new_process(name, source)
-        path = Path(source)
-        size = sum(f.stat().st_size for f in path.glob("*.safetensors")) if path.is_dir() else path.stat().st_size
-        size = row.get("bytes", size)
-        calls = [row["unfused"], row["fused"]] if "fused" in row else [row["unfused"]]
+        calls = [row[what] for what in ("unfused", "fused") if what in row]
         table.add_row(
-            name, f"{size / MB:.0f} MB", f"{row['memory']:.0f} MB",
-            f"{1e3 * row['kl']:.2f}" if "kl" in row else "", f"{row['top1']:.1%}" if "top1" in row else "",
+            name, f"{size / MB:.0f} MB", f"{row['memory']:.0f} MB", *cells,
             ", ".join(f"{row[what]:.1f} s" for what in ("load", "fuse") if what in row),
             ", ".join(f"{1e3 * first:.0f}" for first, _ in calls) + " ms",
             ", ".join(f"{rate:.0f}" for _, rate in calls),

@@ -44,7 +44,7 @@ def load() -> Any:
 
 
 def tokenizer() -> Any:
-    from pennyweight.report.evaluation_inputs import load_tokenizer
+    from pennyweight.integrations.transformers import load_tokenizer
 
     return load_tokenizer(str(file()))
 

@@ -151,6 +151,7 @@ class Sequences:
 def _quantize(source: Path, out: Path, kind: str, threads: int) -> None:
     params = lib.llama_model_quantize_default_params()
     params.ftype, params.nthread, params.pure = FILE_TYPES[kind], threads, True
+    params.allow_requantize = True  # of a file that is not float
     if lib.llama_model_quantize(str(source).encode(), str(out).encode(), ctypes.byref(params)):
         raise RuntimeError("llama_model_quantize failed")
 
@@ -180,9 +181,6 @@ def _load(kind: str) -> Callable[[Path, int], Loaded]:
     return load
 
 
-FILE_BITS = 5.74  # of a weight of SmolLM2's Q4_1 file, whose embeddings are Q8_0
-
-
 def _file(folder: Path, threads: int) -> Loaded:
     """The file as it is."""
     return _opened(folder / GGUF, threads)
@@ -191,10 +189,7 @@ def _file(folder: Path, threads: int) -> Loaded:
 def _requantized(folder: Path, threads: int) -> Loaded:
     """All matrices of the file at Q8_0, which llama.cpp's own quantizer makes of them."""
     out = folder / "Q8_0.gguf"
-    params = lib.llama_model_quantize_default_params()
-    params.ftype, params.nthread, params.pure, params.allow_requantize = FILE_TYPES["Q8_0"], threads, True, True
-    if lib.llama_model_quantize(str(folder / GGUF).encode(), str(out).encode(), ctypes.byref(params)):
-        raise RuntimeError("llama_model_quantize failed")
+    _quantize(folder / GGUF, out, "Q8_0", threads)
     return _opened(out, threads)
 
 
@@ -229,6 +224,6 @@ def ways() -> list[Way]:
     return [
         Way("llama.cpp Q4_0", "llamacpp", 4, 4.5, "int8", 0.6, ("llama",), _load("Q4_0")),
         Way("llama.cpp Q8_0", "llamacpp", 8, 8.5, "int8", 0.12, ("llama",), _load("Q8_0")),
-        Way("llama.cpp Q4_1 file", "llamacpp", 4, FILE_BITS, "int8", 0.2, ("smollm2",), _file),
+        Way("llama.cpp Q4_1 file", "llamacpp", 4, llama.FILE_BITS, "int8", 0.2, ("smollm2",), _file),
         Way("llama.cpp Q8_0", "llamacpp", 8, 8.5, "int8", 0.2, ("smollm2",), _requantized),
     ]

@@ -134,9 +134,6 @@ def _language(name: str, config: Any) -> Callable[[Path, int], Loaded]:
     return load
 
 
-FILE_BITS = 5.74  # of a weight of SmolLM2's Q4_1 file, whose embeddings are Q8_0
-
-
 def _with_embeddings(config: Any, embeddings: Any) -> Any:
     return pw.FqnToConfig({"_default": config, "_embeddings": embeddings})
 
@@ -190,7 +187,7 @@ def ways() -> list[Way]:
             Way(f"pennyweight {n}", family, *fields, ("llama",), _language(n, config))
             for n, *fields, config in language
         ),
-        Way("pennyweight Q4_1 file", family, 4, FILE_BITS, "bf16", 0.2, ("smollm2",), _file),
+        Way("pennyweight Q4_1 file", family, 4, llama.FILE_BITS, "bf16", 0.2, ("smollm2",), _file),
         *(Way(f"pennyweight {n}", family, *fields, ("smollm2",), _language(n, config)) for n, *fields, config in small),
     ]
 

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from .interrupts import stop_request
-from .language_model import open_conversation, speed
-from .options import ComputeDtype, Fuse, Int8Cache, MaxNewTokens, Seed, System, Temperature, TopP, Traceback
+from .language_model import open_conversation, speed, write_part
+from .options import (
+    ComputeDtype,
+    Fuse,
+    Int8Cache,
+    LanguageModel,
+    MaxNewTokens,
+    Seed,
+    System,
+    Temperature,
+    TopP,
+    Traceback,
+)
 from .output import line, report_errors
 
 if TYPE_CHECKING:
@@ -26,12 +37,7 @@ HELP = "/new starts a new conversation, /exit or Ctrl-D ends; Ctrl-C stops an an
 
 @report_errors
 def chat(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A language model in any format that inspect reads: a folder, a GGUF file, a Hub id."
-        ),
-    ],
+    model: LanguageModel,
     system: System = "",
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = None,
@@ -47,13 +53,10 @@ def chat(
     Answers are written as they are made. /new starts a new conversation, /exit or Ctrl-D ends; Ctrl-C stops an answer.
     If stdin is no terminal, each of its lines is a message. A trial of a model, not a server: see docs/serving.md.
     """
-    conversation, about = open_conversation(
-        model, system=system, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
-        int8_cache=int8_cache, dtype=dtype, fuse=fuse,
+    conversation = open_conversation(
+        model, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, int8_cache=int8_cache,
+        dtype=dtype, fuse=fuse, system=system, chat=True,
     )  # fmt: skip
-    if not getattr(conversation.tokenizer, "chat_template", None):
-        raise ValueError(f"the tokenizer of {model} has no chat template; use pennyweight generate, which needs none")
-    typer.echo(about, err=True)
     talk(conversation, sys.stdin.isatty())
 
 
@@ -77,7 +80,7 @@ def talk(conversation: Conversation, terminal: bool) -> None:
             continue
         try:
             with stop_request() as stop:
-                answer = conversation.ask(text, _write, stop)
+                answer = conversation.ask(text, write_part, stop)
         except ValueError as error:  # too long for the model, or refused by its template: the conversation goes on
             typer.echo(f"pennyweight: {line(error)}; /new starts a new conversation", err=True)
             continue
@@ -97,8 +100,3 @@ def _message(terminal: bool) -> str | None:
         except EOFError:
             typer.echo()
             return None
-
-
-def _write(part: str) -> None:
-    typer.echo(part, nl=False)
-    sys.stdout.flush()

@@ -77,8 +77,9 @@ def compare_folders(
     exact: Any, found: Any, folder: str, text: list[str] | None, batch: int, length: int, limit: int
 ) -> Comparison:
     """Compare both models on a text, with the tokenizer of the float model's folder."""
+    from ..io.meta_model import load_tokenizer
     from ..report import compare
-    from ..report.evaluation_inputs import kind_of_model, load_tokenizer, pooling_of, read_texts, text_batches
+    from ..report.evaluation_inputs import kind_of_model, pooling_of, read_texts, text_batches
 
     batches = text_batches(
         exact, load_tokenizer(folder), read_texts(text or []), batch=batch, length=length, limit=limit or None
@@ -100,8 +101,9 @@ def run_gated(
     Raises ValueError with the worst layers if the mean KL is above ``max_kl``; then no files remain, and out_dir is
     unchanged.
     """
+    from ..io.meta_model import load_tokenizer
     from ..io.replace_checkpoint import replacing
-    from ..report.evaluation_inputs import load_folder, load_tokenizer, read_texts
+    from ..report.evaluation_inputs import load_folder, read_texts
 
     check_room(out_dir, force)
     read_texts(text)  # fail before the work if the comparison cannot run

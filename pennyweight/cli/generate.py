@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
 import typer
 
 from .interrupts import stop_request
-from .language_model import open_conversation, speed
+from .language_model import has_template, open_conversation, speed, write_part
 from .options import (
     ComputeDtype,
     Fuse,
     Int8Cache,
     Json,
+    LanguageModel,
     MaxNewTokens,
     Prompt,
     Raw,
@@ -33,12 +33,7 @@ EPILOG = """Examples:
 
 @report_errors
 def generate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A language model in any format that inspect reads: a folder, a GGUF file, a Hub id."
-        ),
-    ],
+    model: LanguageModel,
     prompt: Prompt = "-",
     raw: Raw = False,
     system: System = "",
@@ -62,24 +57,16 @@ def generate(
         raise ValueError("--system is a message of the chat template, which --raw does not use; pass one of them")
     if prompt == "-" and sys.stdin.isatty():
         raise ValueError('--prompt is required: --prompt "your text", or a text on stdin')
-    conversation, about = open_conversation(
-        model, system=system, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
-        int8_cache=int8_cache, dtype=dtype, fuse=fuse,
+    conversation = open_conversation(
+        model, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, int8_cache=int8_cache,
+        dtype=dtype, fuse=fuse, system=system,
     )  # fmt: skip
-    typer.echo(about, err=True)
     text = sys.stdin.read() if prompt == "-" else prompt
-    raw = raw or not getattr(conversation.tokenizer, "chat_template", None)
-    quiet = json_path == "-"
-
-    def write(part: str) -> None:
-        typer.echo(part, nl=False)
-        sys.stdout.flush()
-
+    run = conversation.ask if has_template(conversation.tokenizer) and not raw else conversation.continue_text
     with stop_request() as stop:
-        run = conversation.continue_text if raw else conversation.ask
-        answer = run(text, (lambda part: None) if quiet else write, stop)
+        answer = run(text, (lambda part: None) if json_path == "-" else write_part, stop)
     data = {
-        "version": 1, "model": about, "prompt": text, "text": answer.text, "prompt_tokens": answer.prompt_tokens,
+        "version": 1, "model": model, "prompt": text, "text": answer.text, "prompt_tokens": answer.prompt_tokens,
         "tokens": answer.tokens, "first_token_seconds": answer.first_token, "seconds": answer.seconds,
         "tokens_per_second": answer.tokens_per_second, "stopped": answer.stopped,
     }  # fmt: skip

@@ -50,7 +50,7 @@ def unwinding(*, term: bool = True) -> Iterator[None]:
 @contextmanager
 def stop_request(hint: str = "") -> Iterator[Callable[[], bool]]:
     """Ctrl-C is a request, which the yielded function tells; a second one raises KeyboardInterrupt. The first writes
-    ``hint`` to stderr. Outside of the main thread there are no requests."""
+    ``hint`` to stderr. Outside of the main thread, and if the parent made the process ignore SIGINT, there is none."""
     came = False
 
     def note(number: int, frame: Any) -> None:
@@ -60,7 +60,8 @@ def stop_request(hint: str = "") -> Iterator[Callable[[], bool]]:
         came = True
         os.write(2, hint.encode())  # not through sys.stderr: its lock may be held where the signal arrives
 
-    if threading.current_thread() is not threading.main_thread():
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
         yield lambda: False
         return
     before = signal.signal(signal.SIGINT, note)

@@ -7,55 +7,69 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from ..support.extras import install
+
 if TYPE_CHECKING:
     from ..inference.conversation import Answer, Conversation
 
 
 def open_conversation(
-    source: str, *, system: str = "", max_new_tokens: int, temperature: float | None, top_p: float | None,
-    seed: int | None, int8_cache: bool, dtype: str, fuse: bool,
-) -> tuple[Conversation, str]:  # fmt: skip
-    """(conversation with the model of ``source``, one line about the model). Raises ValueError, CheckpointError."""
+    source: str, *, max_new_tokens: int, temperature: float | None, top_p: float | None, seed: int | None,
+    int8_cache: bool, dtype: str, fuse: bool, system: str = "", chat: bool = False,
+) -> Conversation:  # fmt: skip
+    """A conversation with the model of ``source``; says on stderr which model it is. chat: a template is required.
+
+    Raises ValueError, CheckpointError; what can be known before the weights are read, before.
+    """
     settings = sampling(max_new_tokens, temperature, top_p)
     try:
         import transformers
     except ImportError:
-        from ..support.extras import install
-
         raise ValueError(f"transformers is required: {install('hf')}") from None
     import torch
 
     from ..core.spec import DTYPES
     from ..inference.conversation import Conversation
     from ..inference.kv_cache import QuantizedCache
-    from ..integrations.transformers import load_pretrained
+    from ..integrations.transformers import load_pretrained, load_tokenizer
     from ..io import local_path
     from ..io.config_files import read_config
     from ..io.detect_format import model_folder
     from ..io.meta_model import model_class
-    from ..report.evaluation_inputs import load_tokenizer
 
     if dtype and dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     transformers.utils.logging.set_verbosity_error()  # its advice is for programs
     path = local_path(source)
-    with model_folder(path) as files:
+    with model_folder(path) as files:  # once: for a GGUF file they are made
         config = read_config(files)
-    if config is None:
-        raise ValueError(f"{path} has no config.json, so the model cannot be built")
-    found = model_class(config)
-    if isinstance(found, str):
-        raise ValueError(f"{path}: {found}")
-    if not found.can_generate() or config.get("is_encoder_decoder"):
-        raise ValueError(f"{path} is a {found.__name__}, which does not continue text; a language model is required")
-    tokenizer = load_tokenizer(path)
-    with _status(f"loading {source}"):
-        model = load_pretrained(found, path, dtype=DTYPES[dtype] if dtype else None)
-    about = _description(model, fuse)
+        if config is None:
+            raise ValueError(f"{path} has no config.json, so the model cannot be built")
+        found = model_class(config)
+        if isinstance(found, str):
+            raise ValueError(f"{path}: {found}")
+        if not found.can_generate() or config.get("is_encoder_decoder"):
+            raise ValueError(
+                f"{path} is a {found.__name__}, which does not continue text; a language model is required"
+            )
+        tokenizer = load_tokenizer(path, config_folder=files)
+        if chat and not has_template(tokenizer):
+            raise ValueError(
+                f"the tokenizer of {source} has no chat template; use pennyweight generate, which needs none"
+            )
+        with _status(f"loading {source}"):
+            model = load_pretrained(found, path, dtype=DTYPES[dtype] if dtype else None, config_folder=files)
+    typer.echo(_description(model) + (_fused(model) if fuse else ""), err=True)
     if seed is not None:
         torch.manual_seed(seed)
     cache = (lambda: QuantizedCache(model.config, bits=8)) if int8_cache else None
-    return Conversation(model, tokenizer, system=system, make_cache=cache, **settings), about
+    return Conversation(model, tokenizer, system=system, make_cache=cache, **settings)
+
+
+def has_template(tokenizer: Any) -> bool:
+    return bool(getattr(tokenizer, "chat_template", None))
 
 
 def sampling(max_new_tokens: int, temperature: float | None, top_p: float | None) -> dict[str, Any]:
@@ -78,25 +92,34 @@ def sampling(max_new_tokens: int, temperature: float | None, top_p: float | None
     return settings
 
 
-def _description(model: Any, fuse: bool) -> str:
-    """Fuse the model if asked and quantized. One line: class, parameters, bytes, and what is fused."""
-    from ..core.tensor import AffineQuantizedTensor
-    from ..inference.fuse import FusedBlock, fuse_
+def _description(model: Any) -> str:
+    """One line: class, parameters, bytes."""
     from ..planning.quantize_report import size
 
     weights = {id(p): p for p in model.parameters()}.values()
     numel, nbytes = sum(p.numel() for p in weights), sum(p.nbytes for p in weights)
     bits = 8 * nbytes / numel
-    line = f"{type(model).__name__}, {numel / 1e6:,.0f} M parameters in {size(nbytes)}, {bits:.2f} bits each"
-    if not any(isinstance(p, AffineQuantizedTensor) for p in weights):
-        return f"{line}, not quantized"
-    if fuse:
-        with _status("fusing blocks"):
-            report = fuse_(model)
-        fused = sum(isinstance(m, FusedBlock) for m in model.modules())
-        why = [*report.notes, *(f"{row.name}: {row.note}" for row in report.rows if row.note)][:1]
-        line += f", {fused} blocks fused" if fused else ", ".join(["", "no block fused", *why])
-    return line
+    return f"{type(model).__name__}, {numel / 1e6:,.0f} M parameters in {size(nbytes)}, {bits:.2f} bits each"
+
+
+def _fused(model: Any) -> str:
+    """Fuse the model; how many blocks are fused, or why none is."""
+    from ..core.tensor import AffineQuantizedTensor
+    from ..inference.fuse import FusedBlock, fuse_
+
+    if not any(isinstance(p, AffineQuantizedTensor) for p in model.parameters()):
+        return ", not quantized"
+    with _status("fusing blocks"):
+        report = fuse_(model)
+    fused = sum(isinstance(m, FusedBlock) for m in model.modules())
+    why = [*report.notes, *(f"{row.name}: {row.note}" for row in report.rows if row.note)][:1]
+    return f", {fused} blocks fused" if fused else ", ".join(["", "no block fused", *why])
+
+
+def write_part(part: str) -> None:
+    """Write a part of an answer at once."""
+    typer.echo(part, nl=False)
+    sys.stdout.flush()
 
 
 @contextmanager

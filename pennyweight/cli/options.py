@@ -239,6 +239,12 @@ Fused = Annotated[
 
 # -- generating text ---------------------------------------------------------------------------------------------------
 
+LanguageModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A language model in any format that inspect reads: a folder, a GGUF file, a Hub id."
+    ),
+]
 Prompt = Annotated[
     str, option(INPUT, "The prompt; without it, or with -, it is read from stdin.", "-p", "--prompt", metavar="TEXT")
 ]

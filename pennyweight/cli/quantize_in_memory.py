@@ -38,10 +38,11 @@ def write_calibrated(
     from ..algorithms import search
     from ..io import save
     from ..io.config_files import copy_side_files, quantization_config
+    from ..io.meta_model import load_tokenizer
     from ..io.replace_checkpoint import replacing
     from ..planning.configs.files import write_config
     from ..quantize import quantize_
-    from ..report.evaluation_inputs import load_folder, load_tokenizer, read_texts, text_batches
+    from ..report.evaluation_inputs import load_folder, read_texts, text_batches
 
     model = load_folder(model_dir)
     batches = None

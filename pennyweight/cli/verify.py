@@ -48,7 +48,8 @@ def verify(
     check_report_path(json_path, None)
 
     from ..io.hub import is_hub_id, local_path
-    from ..report.evaluation_inputs import load_folder, load_tokenizer, read_texts, text_batches
+    from ..io.meta_model import load_tokenizer
+    from ..report.evaluation_inputs import load_folder, read_texts, text_batches
     from ..report.golden_files import expected_beside
     from ..report.golden_files import make as written
 

@@ -35,7 +35,7 @@ def show_weights(cls: type[nn.Module]) -> None:
 def weights_text(module: nn.Module) -> str:
     """The module's own quantized parameters: "weight=int4, groups of 64"; "" if there are none."""
     found: list[str] = []
-    if "extra_repr" in module.__dict__:  # compat/torchao names the weight as torchao does, by its class
+    if "extra_repr" in module.__dict__:  # of this object alone: another library names the weight itself
         return ""
     for name, value in module.__dict__.get("_parameters", {}).items():
         local: Any = getattr(value, "_local_tensor", value)  # of a DTensor

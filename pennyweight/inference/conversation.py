@@ -61,7 +61,9 @@ class _Streamer(TextStreamer):
             self.write(text)
 
 
-class _Asked(StoppingCriteria):
+class _StopRequested(StoppingCriteria):
+    """Ends generation once ``stop()`` is true."""
+
     def __init__(self, stop: Callable[[], bool]) -> None:
         self.stop, self.stopped = stop, False
 
@@ -77,7 +79,8 @@ class Conversation:
     tokenizer   with a chat template; without one only :meth:`continue_text` can be called
     system      the system message; "" leaves the template's own
     make_cache  makes an empty KV cache, such as ``lambda: QuantizedCache(model.config)``; default: transformers' own
-    settings    for ``model.generate``: max_new_tokens, do_sample, temperature and others
+    max_new_tokens   of an answer; fewer where the context ends
+    settings    others for ``model.generate``: do_sample, temperature and so on
 
     The cache of a turn is kept: the next one computes only the tokens that are new. Raises ValueError for a model that
     does not generate text from text.
@@ -85,7 +88,7 @@ class Conversation:
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, *, system: str = "", make_cache: Callable[[], Any] | None = None,
-        **settings: Any,
+        max_new_tokens: int = 512, **settings: Any,
     ) -> None:  # fmt: skip
         name = type(model).__name__
         config: Any = getattr(model, "config", None)
@@ -94,7 +97,8 @@ class Conversation:
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(f"{name} is an encoder-decoder model; a causal language model is required")
         self.model: Any = model
-        self.tokenizer, self.system, self.make_cache, self.settings = tokenizer, system, make_cache, settings
+        self.tokenizer, self.system, self.make_cache = tokenizer, system, make_cache
+        self.max_new_tokens, self.settings = max_new_tokens, settings
         self.messages: list[dict[str, str]] = []
         self._cache: Any = None
         self._known: list[int] = []  # the tokens whose keys and values the cache has
@@ -133,14 +137,13 @@ class Conversation:
     def _generate(self, ids: list[int], write: Write, stop: Callable[[], bool]) -> Answer:
         if not ids:
             raise ValueError("the prompt is empty")
-        limit = getattr(self.model.config, "max_position_embeddings", None)
-        if isinstance(limit, int) and len(ids) >= limit:
+        text_config = self.model.config.get_text_config(decoder=True)  # of a model that also sees, the language part
+        limit = getattr(text_config, "max_position_embeddings", None)
+        room = limit - len(ids) if isinstance(limit, int) else self.max_new_tokens
+        if room < 1:
             raise ValueError(f"{len(ids)} tokens are too long: the model's context has {limit}")
-        settings = dict(self.settings)
-        if isinstance(limit, int) and "max_new_tokens" in settings:
-            settings["max_new_tokens"] = min(settings["max_new_tokens"], limit - len(ids))
         reused = self._reuse(ids)
-        streamer, asked = _Streamer(self.tokenizer, write), _Asked(stop)
+        streamer, request = _Streamer(self.tokenizer, write), _StopRequested(stop)
         prompt = torch.tensor([ids], device=self.model.device)
         # given, since transformers would take ends of turns for padding where both are the same token
         mask = torch.ones_like(prompt)
@@ -149,14 +152,15 @@ class Conversation:
         with torch.inference_mode():
             out = self.model.generate(
                 prompt, attention_mask=mask, past_key_values=cache, streamer=streamer,
-                stopping_criteria=StoppingCriteriaList([asked]), **settings,
+                stopping_criteria=StoppingCriteriaList([request]), max_new_tokens=min(self.max_new_tokens, room),
+                **self.settings,
             )  # fmt: skip
         tokens = out[0, len(ids) :].tolist()
         if cache is not None:
             self._cache, self._known = cache, [*ids, *tokens][: cache.get_seq_length()]
         return Answer(
             "".join(streamer.parts), len(tokens), len(ids), reused, streamer.times[0] - start,
-            streamer.times[-1] - start, asked.stopped,
+            streamer.times[-1] - start, request.stopped,
         )  # fmt: skip
 
     def _reuse(self, ids: list[int]) -> int:

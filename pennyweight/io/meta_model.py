@@ -1,17 +1,20 @@
-"""Builds a model without values for a checkpoint on disk, so that planning sees layers and not only names.
+"""Builds a model without values for a checkpoint on disk, so that planning sees layers and not only names; tokenizers.
 
 Uses config.json where transformers knows the architecture, otherwise the names and shapes of the tensors.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..core.spec import DTYPES
+from ..support.extras import install
 from .checkpoint import Checkpoint
 from .config_files import read_config
 from .detect_format import model_folder
@@ -24,6 +27,8 @@ from .state_dict import slots_of
 _TABLES = ("embed", "wte", "wpe", "position", "token_type", "relative_attention_bias")
 _SCALES = ("norm", "ln_", "layer_norm", "layernorm")
 _ROUTERS = ("gate", "router")  # beside experts: choose among them, and are not linear layers in transformers either
+# How the files of tokenizers begin
+_TOKENIZERS = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "source.spm")
 _CONVOLUTIONS = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 
 
@@ -66,6 +71,30 @@ def fresh_model(path: str) -> nn.Module:
         here = {n for n in module._non_persistent_buffers_set if (f"{prefix}.{n}" if prefix else n) in stored}
         module._non_persistent_buffers_set.difference_update(here)
     return built.eval()
+
+
+def load_tokenizer(path: str | os.PathLike[str], *, config_folder: str | None = None) -> Any:
+    """The tokenizer of a model's folder, or that of a GGUF file's metadata. Runs no code from the folder.
+
+    config_folder   with the tokenizer's files; default: that of ``path``
+
+    Raises ValueError if there is none or transformers cannot load it, and CheckpointError as :func:`model_folder`.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ValueError(f"tokenizers need transformers: {install('hf')}") from None
+    path = os.fspath(path)
+    with model_folder(path) if config_folder is None else nullcontext(config_folder) as folder:
+        if read_config(folder) is None:
+            raise ValueError(f"{path} has no config.json; a tokenizer needs the folder of a model")
+        try:
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # transformers may raise anything for invalid files
+            if not any(name.startswith(_TOKENIZERS) for name in os.listdir(folder)):
+                raise ValueError(f"{path} has no tokenizer; copy the files of the float model's folder") from error
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{path}: its tokenizer cannot be loaded: {type(error).__name__}: {reason}") from error
 
 
 def _built(folder: str, device: str) -> nn.Module | str:

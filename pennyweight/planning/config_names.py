@@ -117,5 +117,5 @@ CONFIGS = {
 
 def algorithm_of(config: Any) -> str:
     """The algorithm that belongs to a config given by its short name ("w4a16-awq": "awq"); "" if there is none."""
-    entry = CONFIGS.get(config) if isinstance(config, str) else None
+    entry = CONFIGS.get(config.lower()) if isinstance(config, str) else None
     return "" if entry is None else entry.algorithm

@@ -92,14 +92,15 @@ class Plan(ReturnedInPlaceOfModel):
 
     def check_model(self, model: nn.Module) -> None:
         """Raise PlanError if this is the plan of a model with other parameters."""
-        mine = {row.name: row.shape for row in self.rows if row.call is None}
-        found = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        other = [name for name, shape in mine.items() if found.get(name) != shape]
-        if other:
-            there = f"has shape {list(found[other[0]])}" if other[0] in found else "does not exist"
-            raise PlanError(
-                f"the plan is of another model: {other[0]} {list(mine[other[0]])} {there} here; call plan with this one"
-            )
+        planned = {row.name: list(row.shape) for row in self.rows if row.call is None}
+        found = {name: list(p.shape) for name, p in model.named_parameters()}
+        handled = any(row.call is not None for row in self.rows)  # such rows stand for parameters without naming them
+        for name in {**planned, **({} if handled else found)}:
+            before, now = planned.get(name, "not there"), found.get(name, "not there")
+            if before != now:
+                raise PlanError(
+                    f"the plan is of another model: {name} was {before}, here it is {now}; call plan with this one"
+                )
 
     @property
     def active(self) -> list[PlanRow]:

@@ -10,46 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from ..io.config_files import read_config, read_side_json
-from ..io.detect_format import find_gguf, model_folder
 from ..io.loading import load
 from ..io.meta_model import fresh_model
-from ..support.extras import install
 
 BATCH, LENGTH, LIMIT = 8, 256, 64
-# one of them is in each folder with a tokenizer
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 MAX_TEXT_BYTES = 64 << 20  # per file; evaluation uses a few hundred kilobytes
 
 
 def load_folder(path: str, like: str = "") -> nn.Module:
     """The model of a checkpoint in any format that pw.load reads, in eval mode. Raises CheckpointError.
 
-    path  a Hugging Face folder or a GGUF file; or, if ``like`` is one and defines the architecture, a folder without
-          config.json or another file
+    path  a Hugging Face folder or a GGUF file; or, if the folder ``like`` defines the architecture, a folder without
+          config.json or any file
     """
-    alone = not like or find_gguf(path) is not None or (os.path.isdir(path) and read_config(path) is not None)
+    alone = not like or (os.path.isdir(path) and read_config(path) is not None)
     model = fresh_model(path if alone else like)
     load(path, model)
     return model.eval()
-
-
-def load_tokenizer(folder: str) -> Any:
-    """The tokenizer of a folder or a GGUF file. Runs no code from the folder. Raises ValueError if there is none."""
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise ValueError(f"--text needs transformers for its tokenizers: {install('hf')}") from None
-    if find_gguf(folder) is None and read_config(folder) is None:
-        raise ValueError(f"{folder} has no config.json; --text needs a model folder with a tokenizer")
-    if find_gguf(folder) is None and not any(os.path.exists(os.path.join(folder, name)) for name in TOKENIZERS):
-        raise ValueError(f"{folder} has no tokenizer ({TOKENIZERS[0]} and others); copy the files of the float model")
-    try:
-        with model_folder(folder) as files:
-            tokenizer = AutoTokenizer.from_pretrained(files, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # transformers may raise anything for invalid files
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{folder}: its tokenizer cannot be loaded: {type(error).__name__}: {reason}") from error
-    return tokenizer
 
 
 def read_texts(paths: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ from torch import nn
 from ..core.describe_spec import shorten
 from ..core.tensor import AffineQuantizedTensor
 from ..io import open as open_checkpoint
+from ..io.meta_model import load_tokenizer
 from ..planning.layer_timing import ROTATED, ROWS, time_layer
 from ..planning.parameters import Site, make_site
 from ..planning.plan import PlanRow
@@ -29,7 +30,6 @@ from .evaluation_inputs import (
     is_causal,
     kind_of_model,
     load_folder,
-    load_tokenizer,
     pooling_of,
     read_texts,
     text_batches,

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import pennyweight as pw
 from pennyweight.cli.app import app
+from pennyweight.cli.interrupts import stop_request
 from pennyweight.inference.conversation import Conversation
 from pennyweight.integrations.transformers import load_pretrained
 from tests.inference.chat_models import llama, tokenizer
@@ -38,7 +39,8 @@ def saved(model: Any, folder: Path) -> Path:
 def expected(folder: Path, *messages: str, **settings: Any) -> list[str]:
     import transformers
 
-    model = pw.fuse_(made := load_pretrained(transformers.AutoModelForCausalLM, folder)) and made
+    model = load_pretrained(transformers.AutoModelForCausalLM, folder)
+    pw.fuse_(model)
     talk = Conversation(model, transformers.AutoTokenizer.from_pretrained(folder), **{"max_new_tokens": 10, **settings})
     return [talk.ask(message).text for message in messages]
 
@@ -128,6 +130,24 @@ def test_wrong_options(run: Any, talker: Path, arguments: list[str], message: st
     assert found.exit_code == 2
     assert message in found.stderr
     assert found.stdout == ""
+
+
+def test_a_chat_without_a_template_fails_before_the_weights_are_read(
+    run: Any, writer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pennyweight.integrations.transformers.adapter.load_pretrained", None)
+    assert "has no chat template" in run("chat", writer).stderr
+
+
+def test_an_ignored_interrupt_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stop_request() as stop:
+            signal.raise_signal(signal.SIGINT)
+            assert not stop()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_models_that_do_not_talk(run: Any, encoder: Path, writer: Path, plain: Path, tmp_path: Path) -> None:

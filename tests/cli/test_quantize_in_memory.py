@@ -10,8 +10,9 @@ import torch
 
 import pennyweight as pw
 from pennyweight.algorithms.mixed_precision.latency import CallTimer
+from pennyweight.io.meta_model import load_tokenizer
 from pennyweight.quantize import Latency
-from pennyweight.report.evaluation_inputs import load_folder, load_tokenizer, read_texts, text_batches
+from pennyweight.report.evaluation_inputs import load_folder, read_texts, text_batches
 from tests.cli.conftest import snapshot
 
 GROUPS = ("--config", "int3", "--group-size", "32", "--skip", "lm_head")

@@ -9,7 +9,7 @@ from torch import nn
 import pennyweight as pw
 from pennyweight.core import spec
 from pennyweight.core.convert_spec import conversion_kind
-from pennyweight.planning.configs.by_name import CONFIGS, by_name
+from pennyweight.planning.configs.by_name import CONFIGS, algorithm_of, by_name
 from pennyweight.planning.parameters import Site
 
 SITE = Site("a.weight", "a", "weight", "linear", (64, 256), torch.bfloat16, "cpu", "Linear")
@@ -71,6 +71,15 @@ def test_wrong_names_and_sizes() -> None:
         by_name("int88")
     with pytest.raises(ValueError, match="group_size must be a positive integer, got 0"):
         by_name("int4", 0)
+
+
+def test_names_in_capitals_bring_their_algorithm_too() -> None:
+    assert by_name("INT4") == by_name("int4")
+    assert algorithm_of("W4A16-AWQ") == algorithm_of("w4a16-awq") == "awq"
+    with pytest.raises(pw.PlanError, match="calibration"):
+        pw.quantize_(nn.Sequential(nn.Linear(128, 32)), "W4A16-AWQ")
+    with pytest.raises(ValueError, match="stands for an algorithm over the whole model"):
+        pw.FqnToConfig({"0": "W4A16-AWQ"})
 
 
 def test_short_names_are_configs_wherever_a_config_is_expected() -> None:

@@ -369,3 +369,32 @@ def test_a_report_says_first_that_weights_were_quantized_before() -> None:
     report = pw.quantize_(model, "int8")
     assert "2 parameters were quantized before (0.weight, 1.weight)" in report.notes[0]
     assert "SQNR and error compare with the quantized values" in " ".join(str(report).split())
+
+
+def test_quantize_takes_a_plan_with_its_layers() -> None:
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32), nn.Linear(32, 8))
+    planned = pw.plan(model, "int8", lambda module, name: name != "1", skip=["2"])
+    report = pw.quantize_(model, planned)
+    assert [row.name for row in report.quantized] == ["0.weight"]
+    assert isinstance(model[0].weight, pw.AffineQuantizedTensor)
+    assert [type(layer.weight) for layer in model[1:]] == [nn.Parameter, nn.Parameter]
+    with torch.device("meta"):
+        outline = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32), nn.Linear(32, 8))
+    real = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32), nn.Linear(32, 8))
+    assert len(pw.quantize_(real, pw.plan(outline, "int8")).quantized) == 3
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (nn.Sequential(nn.Linear(64, 16)), r"0\.weight was \[32, 64\], here it is \[16, 64\]"),
+        (nn.Sequential(), r"0\.weight was \[32, 64\], here it is not there"),
+        (nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)), r"1\.weight was not there, here it is \[8, 32\]"),
+    ],
+    ids=["another shape", "a layer less", "a layer more"],
+)
+def test_a_plan_of_another_model_is_refused(other: nn.Module, why: str) -> None:
+    planned = pw.plan(nn.Sequential(nn.Linear(64, 32)), "int8")
+    with pytest.raises(pw.PlanError, match=why):
+        pw.quantize_(other, planned)
+    assert not any(isinstance(p, pw.AffineQuantizedTensor) for p in other.parameters())

@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .adapter import PennyweightConfig, PennyweightQuantizer, attach_quantizer, load_pretrained
+    from .adapter import PennyweightConfig, PennyweightQuantizer, attach_quantizer, load_pretrained, load_tokenizer
 
-__all__ = ["PennyweightConfig", "PennyweightQuantizer", "attach_quantizer", "load_pretrained"]
+__all__ = ["PennyweightConfig", "PennyweightQuantizer", "attach_quantizer", "load_pretrained", "load_tokenizer"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from ...io.config_files import METHOD
+from ...io.meta_model import load_tokenizer
 from .config import PennyweightConfig
 from .loading import load_pretrained
 from .quantizer import PennyweightQuantizer
 from .saving import InPlaceQuantizer, attach_quantizer, mark_written_configs, settle_, write_cards_of_uploads
 
 __all__ = [
-    "InPlaceQuantizer", "PennyweightConfig", "PennyweightQuantizer", "attach_quantizer", "load_pretrained", "register",
-    "settle_",
+    "InPlaceQuantizer", "PennyweightConfig", "PennyweightQuantizer", "attach_quantizer", "load_pretrained",
+    "load_tokenizer", "register", "settle_",
 ]  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ def load_pretrained(
     device: torch.device | str | None = None,
     strict: bool = True,
     config: Any = None,
+    config_folder: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> Any:
     """The model of config.json, with weights read by ``pw.load``: quantized ones stay quantized.
@@ -39,6 +40,7 @@ def load_pretrained(
     dtype           of the parameters; default: as stored in the files
     device, strict  as for ``pw.load``
     config          instead of config.json
+    config_folder   with config.json and generation_config.json; default: that of the files
     kwargs          passed to the model constructor: attn_implementation etc.
 
     For files whose "quantization_config" transformers would pass to another library, or not read at all. The model can
@@ -47,7 +49,7 @@ def load_pretrained(
     from transformers import AutoConfig, GenerationConfig
 
     path = os.fspath(folder)
-    with model_folder(path) as files:
+    with model_folder(path) if config_folder is None else nullcontext(os.fspath(config_folder)) as files:
         config = AutoConfig.from_pretrained(files) if config is None else config
         settings = os.path.join(files, "generation_config.json")
         generation = GenerationConfig.from_pretrained(files) if os.path.isfile(settings) else None

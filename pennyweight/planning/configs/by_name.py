@@ -81,6 +81,6 @@ def named(config: Any) -> Any:
     if algorithm_of(name):
         raise ValueError(
             f"{name!r} stands for an algorithm over the whole model, not for single layers; use "
-            f"{'uint4:128' if name == 'w4a16-awq' else name!r} and algorithm={algorithm_of(name)!r}"
+            f"{'uint4:128' if name.lower() == 'w4a16-awq' else name!r} and algorithm={algorithm_of(name)!r}"
         )
     return by_name(name, int(size) if colon else None)

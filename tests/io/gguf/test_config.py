@@ -1,5 +1,6 @@
 """GGUF metadata and config.json, against the config classes and models of transformers."""
 
+import json
 import math
 from typing import Any
 
@@ -10,7 +11,15 @@ import transformers
 from torch import nn
 
 from pennyweight.io.gguf.architectures import ARCHITECTURES
-from pennyweight.io.gguf.config import POOLING, QUANTIZATION_VERSION, ROWS, config_from_kv, kv_from_config, rope_tensors
+from pennyweight.io.gguf.config import (
+    POOLING,
+    QUANTIZATION_VERSION,
+    ROWS,
+    config_from_kv,
+    generation_files,
+    kv_from_config,
+    rope_tensors,
+)
 from pennyweight.io.gguf.metadata import short
 from pennyweight.io.gguf.rope import FREQS, LONG, SHORT, llama3_factors, llama3_from_factors
 from tests.io.gguf.models import LLAMA3, MODELS, gguf_tensors, random
@@ -230,3 +239,25 @@ def test_every_architecture_has_a_config_row() -> None:
 def test_the_shortest_decimal_of_a_float32(x: float) -> None:
     as32 = torch.tensor(x, dtype=torch.float32).item() if x < 1e38 else x
     assert short(as32) == x
+
+
+@pytest.mark.parametrize(
+    ("ids", "ends"),
+    [
+        ({"eos": 2}, None),
+        ({"eos": 2, "eot": 2}, None),
+        ({"eos": 2, "eot": 7, "eom": 9}, [2, 7, 9]),
+        ({"eot": 7}, [7]),
+        ({"eos": 2, "eot": -1}, None),
+        ({"eos": 2, "eot": "7"}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_all_ends_of_an_answer_are_written(ids: dict[str, Any], ends: list[int] | None) -> None:
+    kv = {f"tokenizer.ggml.{name}_token_id": i for name, i in {**ids, "bos": 1}.items()}
+    files = generation_files(kv)
+    if ends is None:
+        assert files == {}
+    else:
+        assert json.loads(files["generation_config.json"]) == {"eos_token_id": ends, "bos_token_id": 1}
