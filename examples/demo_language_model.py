@@ -9,15 +9,16 @@ weights that the file stands for, decoded.
 
 import argparse
 import copy
-import json
+import multiprocessing
 import os
 import platform
 import re
 import resource
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +36,9 @@ from torch import Tensor
 import pennyweight as pw
 from pennyweight.inference.conversation import Conversation
 from pennyweight.integrations.transformers import load_pretrained, load_tokenizer
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
 
 QUESTION = "Why is the sky blue? Answer in two sentences."
 STORY = "Write a story about a lighthouse."  # long enough to be timed
@@ -112,9 +116,15 @@ def measure(name: str, source: str) -> dict[str, Any]:
     return found | {"memory": memory() - before}
 
 
-def in_new_process(name: str, source: str | Path) -> dict[str, Any]:
-    command = [sys.executable, __file__, "_measure", name, str(source)]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+@contextmanager
+def new_processes() -> Iterator[Callable[[str, str], dict[str, Any]]]:
+    """`measure`, each call in a new process: forked from one that has done nothing but imported the libraries."""
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(
+        ["pennyweight", "pennyweight.inference.conversation", "transformers.models.llama.modeling_llama"]
+    )
+    with processes.Pool(1, maxtasksperchild=1) as pool:
+        yield lambda name, source: pool.apply(measure, (name, source))
 
 
 def errors(exact: Any, model: Any, text: list[dict[str, Tensor]]) -> tuple[str, str]:
@@ -174,15 +184,16 @@ def compare(out: Path, full: bool, console: Console) -> None:
         size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
         lines.append((name, folder, size, errors(exact, model, text)))
     del exact
-    for name, source, size, cells in lines:
-        row = in_new_process(name, source)
-        calls = [row[what] for what in ("unfused", "fused") if what in row]
-        table.add_row(
-            name, f"{size / MB:.0f} MB", f"{row['memory']:.0f} MB", *cells,
-            ", ".join(f"{row[what]:.1f} s" for what in ("load", "fuse") if what in row),
-            ", ".join(f"{1e3 * first:.0f}" for first, _ in calls) + " ms",
-            ", ".join(f"{rate:.0f}" for _, rate in calls),
-        )  # fmt: skip
+    with new_processes() as measured:
+        for name, source, size, cells in lines:
+            row = measured(name, str(source))
+            calls = [row[what] for what in ("unfused", "fused") if what in row]
+            table.add_row(
+                name, f"{size / MB:.0f} MB", f"{row['memory']:.0f} MB", *cells,
+                ", ".join(f"{row[what]:.1f} s" for what in ("load", "fuse") if what in row),
+                ", ".join(f"{1e3 * first:.0f}" for first, _ in calls) + " ms",
+                ", ".join(f"{rate:.0f}" for _, rate in calls),
+            )  # fmt: skip
     console.print(table)
     console.print(NOTES)
 
@@ -203,9 +214,4 @@ first token    of a prompt of about 40 tokens
 
 
 if __name__ == "__main__":
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    if sys.argv[1:2] == ["_measure"]:
-        print(json.dumps(measure(*sys.argv[2:])))
-    else:
-        main()
+    main()
