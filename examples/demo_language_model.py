@@ -17,7 +17,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -117,7 +117,7 @@ def measure(name: str, source: str) -> dict[str, Any]:
 
 
 @contextmanager
-def new_processes() -> Iterator[Callable[[str, str], dict[str, Any]]]:
+def new_processes() -> Generator[Callable[[str, str], dict[str, Any]]]:
     """`measure`, each call in a new process: forked from one that has done nothing but imported the libraries."""
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(

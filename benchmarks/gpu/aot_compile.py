@@ -23,8 +23,8 @@ import torch
 from pennyweight.core.formats import E2M1, E4M3, E8M0, INT2, INT4, INT8, NF4, UINT3, UINT4
 from pennyweight.core.spec import TENSOR, ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor
-from pennyweight.kernels.target import capability
-from pennyweight.kernels.triton import int8_linear, quantize, tiles
+from pennyweight.kernels.target import capability, fits
+from pennyweight.kernels.triton import quantize, scaled_mm, tiles
 from pennyweight.kernels.triton.layout import LAYOUT
 from pennyweight.kernels.triton.tiles import Tile
 from pennyweight.kernels.triton.weight_only import Operand, Static, dequantize, grid, launch, operand, static_of
@@ -245,34 +245,40 @@ def kernels(target: str, names: Sequence[str] = tuple(FORMATS), full: bool = Fal
     return list({each.name: each for each in (job(target, one) for one in wanted)}.values())
 
 
-# -- products of int8 inputs, and their quantizing --------------------------------------------------------------------
+# -- products of quantized inputs, and their quantizing ----------------------------------------------------------------
+
+
+_ROWS = (1, 17, 33, 100, 4096)
 
 
 def input_kernels(target: str) -> list[Job]:
-    """Jobs for a target: products of int8 codes with tiles of each bucket, and inputs quantized per token."""
+    """Jobs for a target: products of int8 and float8 codes with tiles of each bucket, inputs quantized per token."""
     found = []
-    for m in (1, 17, 33, 100, 4096):
+    for f, m in ((f, m) for f, (_, _, devices, _) in scaled_mm.ROWS.items() if fits(devices, target) for m in _ROWS):
         for dtype, bias in ((_BF16, False), (torch.float16, True)):
-            tile = int8_linear.choose(target, tiles.bucket(m), SIZE, dtype, tiles.processors(target))
-            name = f"int8 product, {m} rows, {str(dtype).removeprefix('torch.')} {tile}{' bias' * bias}"
-            found.append(Job(name, partial(_int8, m, dtype, bias, tile)))
+            tile = scaled_mm.choose(f, target, tiles.bucket(m), SIZE, dtype, tiles.processors(target))
+            if tile is not None:
+                name = f"{f} product, {m} rows, {str(dtype).removeprefix('torch.')} {tile}{' bias' * bias}"
+                found.append(Job(name, partial(_scaled_product, f.code_dtype, m, dtype, bias, tile)))
     for act in (QuantSpec(INT8, (-1,)), QuantSpec(INT8, (-1,), zero_point=True), QuantSpec(E4M3, (-1,))):
         for k in (SIZE, 20000):  # one pass, and a loop
             found.append(Job(f"quantize {act}, {k} columns", partial(_quantize, act, k)))
     return found
 
 
-def _int8(m: int, dtype: torch.dtype, bias: bool, tile: int8_linear.Tile, target: str) -> Any:
-    from pennyweight.kernels.triton import int8_linear_kernel
+def _scaled_product(
+    code: torch.dtype, m: int, dtype: torch.dtype, bias: bool, tile: scaled_mm.Tile, target: str
+) -> Any:
+    from pennyweight.kernels.triton import scaled_mm_kernel
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    codes = empty(SIZE, SIZE, dtype=torch.int8)
-    w = int8_linear.Operand(codes, empty(SIZE), None, codes.device, None, None)
-    with compiling(target, int8_linear_kernel, ("int8_product", "int8_product_blocks")) as found:
-        int8_linear.launch(
-            empty(m, SIZE, dtype=torch.int8), empty(m, 1), w, empty(SIZE, dtype=dtype) if bias else None, dtype, tile,
+    codes = empty(SIZE, SIZE, dtype=code)
+    w = scaled_mm.Operand(codes, empty(SIZE), None, codes.device, None, None)
+    with compiling(target, scaled_mm_kernel, ("product", "product_blocks")) as found:
+        scaled_mm.launch(
+            empty(m, SIZE, dtype=code), empty(m, 1), w, empty(SIZE, dtype=dtype) if bias else None, dtype, tile,
             tiles.processors(target),
         )  # fmt: skip
     return found[0]

@@ -1,4 +1,5 @@
-"""Stage "bench": each goal beside cuBLAS bfloat16 of the same run, and beside other libraries' products.
+"""Stage "bench": each goal beside cuBLAS bfloat16 of the same run, and beside other libraries' products; inputs that
+are quantized, beside torch's ops; the host's time for a call.
 
 A case times ours, bf16, ours, bf16: the ratio is of the medians, and the difference of the two visits is its spread.
 """
@@ -9,6 +10,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pennyweight.core.formats import E4M3, INT8
+from pennyweight.core.spec import ActivationSpec, QuantSpec
+from pennyweight.kernels.activation import encode_activation
+from pennyweight.kernels.triton import quantize
 from pennyweight.kernels.triton.timing import Timing
 
 from . import tune, weights
@@ -16,7 +25,12 @@ from .peers import PEERS, Peer
 from .schemes import GOALS, Goal
 from .stages import Case, Context
 
-_LAUNCH = (("int4", 1, 4096, 4096), ("int8", 1, 4096, 4096), ("float8-dynamic", 16, 4096, 4096))
+_LAUNCH = tuple((scheme, 16, 4096, 4096) for scheme in ("int4", "int8", "float8-dynamic", "int8-dynamic", "w4a8"))
+# (whether an RMSNorm is in front, format, rows, columns) -> goal, as a share of the copy rate
+_INPUTS = {
+    (False, "int8", 8192, 4096): None, (True, "int8", 8192, 4096): 0.88,
+    (False, "float8", 8192, 4096): None, (True, "float8", 8192, 4096): 0.88,
+}  # fmt: skip
 
 
 def cases(ctx: Context) -> Iterator[Case]:
@@ -26,6 +40,9 @@ def cases(ctx: Context) -> Iterator[Case]:
     for goal in GOALS:
         if _tile(ctx, goal) is not None:
             yield Case(f"{goal.name}: tuned tile", partial(tuned, ctx, goal), 40)
+    for key, share in _INPUTS.items():
+        name = f"{'RMSNorm and ' * key[0]}quantize {key[1]} {key[2]}x{key[3]}"
+        yield Case(name, partial(inputs, ctx, *key, share), 40)
     for scheme, m, n, k in _LAUNCH:
         yield Case(f"launch: {scheme} m{m} {n}x{k}", partial(launch, ctx, scheme, m, n, k), 30)
     for goal in GOALS:
@@ -68,6 +85,28 @@ def _both(visits: Sequence[Timing]) -> tuple[float, float]:
     first, second = (visit.us for visit in visits)
     middle = (first + second) / 2
     return middle, max(abs(first - second) / middle, *(visit.spread for visit in visits))
+
+
+def inputs(ctx: Context, norm: bool, name: str, m: int, k: int, goal: float | None) -> dict[str, Any]:
+    """Quantizing m rows of bfloat16 per token: the share of the copy rate, and times the speed of torch's ops."""
+    act = ActivationSpec(QuantSpec(INT8 if name == "int8" else E4M3, (-1,)))
+    m, k = ctx.size(m), ctx.size(k)
+    count = ctx.timer.copies(3 * m * k)
+    xs = [torch.randn(m, k, device=ctx.device, dtype=torch.bfloat16) for _ in range(count)]
+    weight = torch.rand(k, device=ctx.device, dtype=torch.bfloat16)
+
+    def torchs(x: Tensor) -> Any:
+        return encode_activation(F.rms_norm(x, (k,), weight, 1e-6) if norm else x, act, None, None).codes
+
+    def ours(x: Tensor) -> Any:
+        return (
+            quantize.rms_norm_encode(x, weight, 1e-6, act) if norm else quantize.quantized(x, act, None, None)
+        ).codes
+
+    timing, theirs = (_time(ctx, [partial(run, x) for x in xs]) for run in (ours, torchs))
+    rate = ctx.results.value("facts", "copy rate", "bytes_per_s")
+    share = (3 * m * k + 4 * m) / timing.us * 1e6 / rate if rate else None
+    return {"quantizes": name, **timing.values(), "share": share, "torch_us": theirs.us, "goal_share": goal}
 
 
 def _tile(ctx: Context, goal: Goal) -> dict[str, Any] | None:

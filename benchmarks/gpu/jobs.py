@@ -22,9 +22,10 @@ from .schemes import GOALS, SCHEMES, TUNED
 
 
 def jobs(target: str) -> list[Job]:
-    """All jobs, in the order of the stages. Launches of the same compilation are one."""
+    """All jobs, in the order of the stages. Launches of the same weight-only compilation are one."""
     launches = [*_self_test(), *_layers(), *_tuned(target), *_timed()]
     found = [*(job(target, product) for product in launches), *_inputs()]
+    found += [*_scaled()]
     return list({each.name: each for each in found}.values())
 
 
@@ -75,13 +76,25 @@ def _inputs() -> Iterator[Job]:
         yield Job(check.name, partial(_compile, check.launches))
 
 
-def _compile(launches: Callable[[str], object], target: str) -> Any:
-    from pennyweight.kernels.triton import int8_linear_kernel, quantize_kernel
+def _scaled() -> Iterator[Job]:
+    """Products of quantized inputs at the sizes of "bench" and "model"."""
+    from .model import BATCHES, PREFILL, SHAPES
 
-    names = ("int8_product", "int8_product_blocks")
+    sizes = {(m, n, k) for n, k in SHAPES for m in (*BATCHES, PREFILL)}
+    for scheme, act in (("float8-dynamic", self_test_inputs.E4M3_TOKEN), ("int8-dynamic", self_test_inputs.INT8_TOKEN)):
+        goals = {(goal.m, goal.n, goal.k) for goal in GOALS if goal.scheme == scheme}
+        for m, n, k in sorted(sizes | goals):
+            _, _, launches = self_test_inputs._product(torch.bfloat16, m, n, k, act=act)
+            yield Job(f"{scheme} m{m} {n}x{k}", partial(_compile, launches))
+
+
+def _compile(launches: Callable[[str], object], target: str) -> Any:
+    from pennyweight.kernels.triton import quantize_kernel, scaled_mm_kernel
+
+    names = ("product", "product_blocks")
     with (
         compiling(target, quantize_kernel, ("quantize_rows",)) as found,
-        compiling(target, int8_linear_kernel, names) as products,
+        compiling(target, scaled_mm_kernel, names) as products,
     ):
         launches(target)
     return [*found, *products][-1]
@@ -89,12 +102,12 @@ def _compile(launches: Callable[[str], object], target: str) -> Any:
 
 def _tuned(target: str) -> Iterator[Product]:
     """The candidates of stage "tune" at its sizes."""
-    from .tune import SIZES
+    from .tune import sizes
 
     for bucket, rows in ROWS.items():
         for scheme in (s for schemes, buckets in TUNED.values() if bucket in buckets for s in schemes):
             spec = (_scheme(scheme) or (None,))[0]
-            for n, k in SIZES if spec is not None else ():
+            for n, k in sizes(bucket) if spec is not None else ():
                 static = static_of(spec, (n, k), torch.bfloat16)
                 for tile in choices(tiles.candidates(target, static.decoding, bucket, small=static.small), bucket):
                     yield from (p for m in rows for p in _of(scheme, m, n, k, tile=tile))

@@ -21,7 +21,7 @@ LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, HEAD = 8, 4096, 32, 8, 14336, 128
 CONTEXT, PREFILL = 1024, 2048
 BATCHES = (1, 16, 64)
 SHAPES = ((HIDDEN, HIDDEN), (KV_HEADS * HEAD, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN))  # of its linear layers
-VARIANTS = ("bf16", "int4", "int8", "float8-dynamic", "int4-symmetric")
+VARIANTS = ("bf16", "int4", "int8", "float8-dynamic", "int8-dynamic", "int4-symmetric")
 _COMPILE_SECONDS = 120.0
 
 
@@ -71,12 +71,15 @@ def cases(ctx: Context) -> Iterator[Case]:
     for variant in VARIANTS:
         for batch in BATCHES:
             yield Case(f"{variant} batch {batch}", partial(decode, ctx, variant, batch), 60)
+        yield Case(f"{variant} batch 1 eager", partial(decode, ctx, variant, 1, how="eager"), 60)
         yield Case(f"{variant} prefill {PREFILL}", partial(prefill, ctx, variant), 60)
     if ctx.dry:
         return  # Inductor needs a C compiler
     for variant in ("bf16", "int4"):
         if ctx.left() > 45:  # otherwise it would be cut off, and take the worker with it
-            yield Case(f"{variant} batch 1 compiled", partial(decode, ctx, variant, 1, True), _COMPILE_SECONDS)
+            yield Case(
+                f"{variant} batch 1 compiled", partial(decode, ctx, variant, 1, how="compiled"), _COMPILE_SECONDS
+            )
 
 
 def model(ctx: Context, variant: str) -> Layers:
@@ -95,8 +98,11 @@ def model(ctx: Context, variant: str) -> Layers:
     return made
 
 
-def decode(ctx: Context, variant: str, batch: int, compiled: bool = False) -> dict[str, Any]:
-    """Tokens per second of one step of every sequence, in a CUDA graph; times the speed of bf16."""
+def decode(ctx: Context, variant: str, batch: int, how: str = "") -> dict[str, Any]:
+    """Tokens per second of one step of every sequence; times the speed of bf16.
+
+    how: "" in a CUDA graph; "compiled" by torch.compile, in a graph; "eager" without a graph: the host decides.
+    """
     net = model(ctx, variant)
     layer: Any = net.layers[0]
     positions = CONTEXT if not ctx.dry else 64
@@ -104,17 +110,17 @@ def decode(ctx: Context, variant: str, batch: int, compiled: bool = False) -> di
     caches = [torch.randn(shape, device=ctx.device, dtype=torch.bfloat16) for _ in net.layers]
     x = torch.randn(batch, 1, HIDDEN // ctx.shrink, device=ctx.device, dtype=torch.bfloat16)
     run: Any = net
-    if compiled:
+    if how == "compiled":
         run = torch.compile(net, fullgraph=True, dynamic=False)
         ctx.kept.clear()  # the model keeps compiled code
-    timing = ctx.timer.time([partial(run, x, caches)], samples=7, sample_us=20000.0)
+    call = partial(run, x, caches)
+    timing = ctx.timer.events(call) if how == "eager" else ctx.timer.time([call], samples=7, sample_us=20000.0)
     found = {
-        "variant": variant, "batch": batch, "compiled": compiled, "layers": len(net.layers), **timing.values(),
+        "variant": variant, "batch": batch, "how": how, "layers": len(net.layers), **timing.values(),
         "tokens_per_s": batch / timing.us * 1e6, "weight_bytes": sum(int(p.nbytes) for p in net.parameters()),
-        "goal": MODEL_GOALS.get((variant, batch)), "kernel": _kernel(net),
+        "goal": MODEL_GOALS.get((variant, batch)) if how != "eager" else None, "kernel": _kernel(net),
     }  # fmt: skip
-    base = f"bf16 batch {batch}" + (" compiled" if compiled else "")
-    return _ratio(ctx, found, base)
+    return _ratio(ctx, found, f"bf16 batch {batch} {how}".strip())
 
 
 def prefill(ctx: Context, variant: str) -> dict[str, Any]:

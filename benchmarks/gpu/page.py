@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .collect import PAGE, all_results
-from .report import bench_rows, model_rows
+from .report import HOST_COLUMNS, INPUT_COLUMNS, bench_rows, host_rows, input_rows, model_rows
 from .results import ROOT
 
 # Target -> cards of it. Compiled for: where tests/kernels/triton compiles the kernels ahead
@@ -128,6 +128,22 @@ def products(found: Found, root: Path) -> str:
     return "\n\n".join(parts) or "No results."
 
 
+def inputs(found: Found, root: Path) -> str:
+    parts = []
+    for data in _newest(found, "bench"):
+        rows = input_rows(data["stages"]["bench"]["cases"])
+        parts += [f"{_heading(data)}\n\n{markdown(INPUT_COLUMNS, rows)}"] if rows else []
+    return "\n\n".join(parts) or "No results."
+
+
+def hosts(found: Found, root: Path) -> str:
+    parts = []
+    for data in _newest(found, "bench"):
+        rows = host_rows(data["stages"]["bench"]["cases"])
+        parts += [f"{_heading(data)}\n\n{markdown(HOST_COLUMNS, rows)}"] if rows else []
+    return "\n\n".join(parts) or "No results."
+
+
 def models(found: Found, root: Path) -> str:
     parts = []
     for data in _newest(found, "model"):
@@ -143,13 +159,16 @@ def missed(found: Found, root: Path) -> str:
         rows = [row for row in bench_rows(data["stages"]["bench"]["cases"]) if row[9] == "missed"]
         card = _machine(data)["card"]
         lines += [f"- {card}: {row[0]}: {row[7] or row[4]} of {row[8]}" for row in rows]
+        rows = [row for row in input_rows(data["stages"]["bench"]["cases"]) if row[6] == "missed"]
+        lines += [f"- {card}: {row[0]}: {row[4]} of {row[5]} of the copy rate" for row in rows]
         for name, stage in data["stages"].items():
             lines += [f"- {card}: stage {name} {stage['status']}: {stage['note']}"] if stage["status"] != "done" else []
     return "\n".join(lines) or "No results."
 
 
 PARTS: dict[str, Callable[[Found, Path], str]] = {
-    "ran": what_ran, "targets": targets, "facts": questions, "products": products, "models": models, "missed": missed,
+    "ran": what_ran, "targets": targets, "facts": questions, "products": products, "inputs": inputs,
+    "hosts": hosts, "models": models, "missed": missed,
 }  # fmt: skip
 
 

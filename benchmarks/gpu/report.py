@@ -25,6 +25,9 @@ def report(data: dict[str, Any]) -> str:
     lines += questions(stages.get("facts", {}).get("cases", {}))
     bench = stages.get("bench", {}).get("cases", {})
     lines += [table(BENCH_COLUMNS, bench_rows(bench)), ""] if bench else []
+    quantizing, hosts = input_rows(bench), host_rows(bench)
+    lines += [table(INPUT_COLUMNS, quantizing), ""] if quantizing else []
+    lines += [table(HOST_COLUMNS, hosts), ""] if hosts else []
     model = stages.get("model", {}).get("cases", {})
     lines += [table(MODEL_COLUMNS, model_rows(model)), ""] if model else []
     return "\n".join([*lines, goals(bench, model)]) + "\n"
@@ -54,6 +57,8 @@ def questions(facts: dict[str, Any]) -> list[str]:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 BENCH_COLUMNS = ("case", "kernel", "us", "bf16 us", "x bf16", "spread", "of copy", "tuned", "goal", "", "others")
+INPUT_COLUMNS = ("input", "us", "x torch's ops", "spread", "of copy", "goal", "")
+HOST_COLUMNS = ("eager call", "kernel", "us of the host", "bf16 us")
 MODEL_COLUMNS = ("eight layers", "us", "tokens/s", "x bf16", "spread", "goal", "")
 
 
@@ -82,6 +87,28 @@ def bench_rows(bench: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
+def input_rows(bench: dict[str, Any]) -> list[tuple[str, ...]]:
+    rows = []
+    for name, values in bench.items():
+        if "quantizes" in values and "us" in values:
+            share, goal = values["share"], values["goal_share"]
+            rows.append(
+                (
+                    name, f"{values['us']:.1f}", f"{values['torch_us'] / values['us']:.1f}", f"{values['spread']:.1%}",
+                    f"{share:.0%}" if share else "", f"{goal:.0%}" if goal else "", verdict(share, goal),
+                )
+            )  # fmt: skip
+    return rows
+
+
+def host_rows(bench: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (name.removeprefix("launch: "), found["kernel"], f"{found['host_us']:.1f}", f"{found['bf16_host_us']:.1f}")
+        for name, found in bench.items()
+        if "host_us" in found
+    ]
+
+
 def model_rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
     rows = []
     for name, values in found.items():
@@ -108,7 +135,7 @@ def verdict(ratio: float | None, goal: float | None) -> str:
 
 
 def goals(bench: dict[str, Any], model: dict[str, Any]) -> str:
-    verdicts = [row[9] for row in bench_rows(bench)] + [row[6] for row in model_rows(model)]
+    verdicts = [row[9] for row in bench_rows(bench)] + [row[6] for row in (*input_rows(bench), *model_rows(model))]
     met, missed = verdicts.count("met"), verdicts.count("missed")
     return f"goals: {met} met, {missed} missed; no kernel of ours yet: {', '.join(UNMEASURED)}"
 

@@ -19,7 +19,8 @@ from . import weights
 from .schemes import TUNED
 from .stages import Case, Context
 
-SIZES = ((8192, 8192), (4096, 4096))
+SIZES = ((8192, 8192), (4096, 4096), (14336, 4096))
+_FEW = 16  # rows up to which all sizes count: there programs share tiles, and their number decides
 _CASE_SECONDS = 90.0  # candidates may still have to be compiled
 
 
@@ -31,6 +32,10 @@ def cases(ctx: Context) -> Iterator[Case]:
                 yield Case(f"{family} m{bucket}", partial(tune, ctx, family, bucket), _CASE_SECONDS)
 
 
+def sizes(bucket: int) -> tuple[tuple[int, int], ...]:
+    return SIZES if bucket <= _FEW else SIZES[:2]
+
+
 def target_of(ctx: Context) -> str:
     return str(ctx.results.value("facts", "machine", "target", "cuda:sm_90"))
 
@@ -40,7 +45,7 @@ def tune(ctx: Context, family: str, bucket: int) -> dict[str, Any]:
     tiles, target = ctx.kernels.tiles, target_of(ctx)
     products, static = {}, None
     for scheme in TUNED[family][0]:
-        for n, k in ((ctx.size(n), ctx.size(k)) for n, k in SIZES):
+        for n, k in ((ctx.size(n), ctx.size(k)) for n, k in sizes(bucket)):
             weight = packed(ctx, scheme, n, k)
             held = weights.copies(ctx, weight)
             static = ctx.kernels.weight_only.static_of(weight.spec, (n, k), torch.bfloat16)

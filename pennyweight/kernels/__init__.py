@@ -68,7 +68,7 @@ __all__ = [
 
 def _import_gpu_rows() -> None:
     from . import torch_gpu  # noqa: F401
-    from .triton import int8_linear, weight_only  # noqa: F401
+    from .triton import scaled_mm, weight_only  # noqa: F401
 
 
 register_later("cuda", _import_gpu_rows)

@@ -1,6 +1,6 @@
 """GPU kernels that torch brings: float8 and int8 products with quantized inputs, MX and NVFP4, int4 weights, experts.
 
-None of these rows has run on a device for us yet. What each op of torch takes is data, :data:`LIMITS`: read from
+docs/gpu.md says which of them have run on a device. What each op of torch takes is data, :data:`LIMITS`: read from
 aten/native/cuda (Blas.cpp, int4mm.cu, GroupedBlas.cpp) of torch 2.11 to 2.13. ``training/low_precision`` asks the same.
 tests/kernels/test_torch_gpu.py holds that the limits are at least as strict as torch's own fake functions, and compares
 packing, orientation of scales and padding with a reference of each op.
@@ -178,7 +178,7 @@ def int_mm(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
 # -- float8 x float8 ---------------------------------------------------------------------------------------------------
 
 
-def _accepts_scaled_mm(case: Case) -> bool | str:
+def accepts_scaled_mm(case: Case) -> bool | str:
     act = _act(case)
     if isinstance(act, str):
         return act
@@ -214,19 +214,28 @@ def scaled_mm(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
     assert w._scale is not None
     assert w.act is not None
     q = quantized(rows(x, k, FLOATS, x.device), w.act, w.act_scale, w.act_zero_point)
-    sx, sw = q.scale.float(), w._scale.float()
+    return _biased(float8_product(q, codes, w._scale, bias, x.dtype), None, x)
+
+
+def float8_product(q: Parts, codes: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """y [M, N] in dtype of quantized inputs [M, K] and the codes [N, K] and scales of a weight."""
+    n = codes.shape[0]
+    sx, sw = q.scale.float(), scale.float()
     if sx.numel() > 1 or sw.numel() > 1:
-        sx = sx.reshape(-1, 1).expand(q.codes.shape[0], 1).contiguous()
-        sw = sw.reshape(1, -1).expand(1, n).contiguous()
+        sx, sw = _expanded(sx, (q.codes.shape[0], 1)), _expanded(sw.reshape(1, -1), (1, n))
     else:
         sx, sw = sx.reshape(()), sw.reshape(())
     # the op adds a bias of the result's dtype, but none to float32 results
-    fused = bias if bias is not None and bias.dtype is x.dtype is not torch.float32 else None
+    fused = bias if bias is not None and bias.dtype is dtype is not torch.float32 else None
     y = torch._scaled_mm(
-        q.codes.contiguous(), codes.t(), sx, sw, bias=vector(fused, "bias", n, FLOATS, x.device), out_dtype=x.dtype,
+        q.codes.contiguous(), codes.t(), sx, sw, bias=vector(fused, "bias", n, FLOATS, codes.device), out_dtype=dtype,
         use_fast_accum=True,
     )  # fmt: skip
-    return _biased(y, None if fused is bias else bias, x)
+    return y if fused is bias else (y + bias).to(dtype)
+
+
+def _expanded(scale: Tensor, shape: tuple[int, int]) -> Tensor:
+    return scale if scale.shape == shape else scale.reshape(1, 1).expand(shape).contiguous()
 
 
 # -- MX and NVFP4 ------------------------------------------------------------------------------------------------------
@@ -349,7 +358,7 @@ def experts_grouped_mm(x: Tensor, w: QT, ends: Tensor) -> Tensor:
 
 # Names of rows, in the order of the table; rank 30: as fast as the device allows; 15: below kernels that fuse more.
 _ROWS: tuple[tuple[str, str, Callable[..., Tensor], Callable[[Case], bool | str], str, str, int, str], ...] = (
-    ("linear", "torch_scaled_mm", scaled_mm, _accepts_scaled_mm, "tensor", "plain", 30, "bfloat16"),
+    ("linear", "torch_scaled_mm", scaled_mm, accepts_scaled_mm, "tensor", "plain", 30, "bfloat16"),
     ("linear", "torch_scaled_mm_blocks", block_scaled_mm, _accepts_blocks, "mx", BLOCK_TILES.name, 30, "bfloat16"),
     ("linear", "torch_int_mm_gpu", int_mm, _accepts_int_mm, "int8", "plain", 15, "float32"),
     ("linear", "torch_int4pack_gpu", int4_mm, _accepts_int4, "int4", INT4_TILES.name, 15, "bfloat16"),

@@ -214,3 +214,11 @@ def spread(s, SMALL: tl.constexpr, KEEP: tl.constexpr, G: tl.constexpr):
         return tl.reshape(tl.broadcast_to(s[:, :, None], (s.shape[0], KEEP, G)), (s.shape[0], KEEP * G))
     else:
         return s
+
+
+@triton.jit
+def fetch(p):
+    """Read the lines of memory at pointers p into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )

@@ -6,9 +6,9 @@ and write an input about ten times for that, which costs more than the product t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from .. import activation, gpu_arguments
 from ..activation import static_params
 from ..target import capability, target_of
 from . import self_test_verdict
+from .launch import Launcher
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cuda:sm_80+", "hip")
@@ -31,7 +32,7 @@ _STEP = 4096  # columns per step of longer rows
 _CODES = {E4M3: (3, 7, 0x7E), E5M2: (2, 15, 0x7B)}  # mantissa bits, exponent bias, greatest code
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one object per case, see static_of: its hash is needed at each launch
 class Static:
     """What the kernel knows of an ActivationSpec and an input dtype while it is compiled."""
 
@@ -94,19 +95,26 @@ def static_of(act: ActivationSpec, dtype: torch.dtype) -> Static | str:
 
 
 @lru_cache(maxsize=1024)
-def _options(static: Static, k: int, values: bool, norm: bool, per_row: bool, native: bool) -> dict[str, Any]:
-    """The kernel's arguments that are known while it is compiled."""
+def _launcher(
+    static: Static, k: int, values: bool, norm: torch.dtype | None, per_row: bool, device: torch.device, target: str
+) -> Launcher:
+    """The kernel for rows of k columns. norm: dtype of the weight of an RMSNorm."""
     import triton.language as tl
+
+    from . import quantize_kernel
 
     loop = k > WIDEST
     width = _STEP if loop else max(64, 1 << (k - 1).bit_length())
-    return {
+    hopper = capability(target) >= 90  # sm_89 has the conversion to e4m3 too, but in two roundings
+    options = {
         "PARAMS": static.params, "KIND": static.kind, "DIVISOR": static.divisor, "LO": static.lo, "HI": static.hi,
         "MANTISSA": static.mantissa, "BIAS": static.bias, "LAST": static.last, "HAS_Z": static.zero_point,
-        "VALUES": values, "NATIVE": native and static.code_dtype is torch.float8_e4m3fn and not values, "NORM": norm,
-        "PER_ROW": per_row, "LOOP": loop, "B": width, "num_warps": min(16, max(1, width // 512)),
+        "VALUES": values, "NATIVE": hopper and static.code_dtype is torch.float8_e4m3fn and not values,
+        "NORM": norm is not None, "PER_ROW": per_row, "LOOP": loop, "B": width,
+        "EARLY": hopper and target.startswith("cuda"), "num_warps": min(16, max(1, width // 512)),
         "T": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[static.dtype],
     }  # fmt: skip
+    return Launcher(lambda: quantize_kernel.quantize_rows, options)
 
 
 def launch(
@@ -119,8 +127,6 @@ def launch(
     given         stored scale and zero point; norm, eps: of an RMSNorm before
     target        of x's device, by default
     """
-    from .quantize_kernel import quantize_rows
-
     m, k = x.shape
     lo = hi = x
     if static.params == "range":
@@ -133,12 +139,11 @@ def launch(
         scale, zero = given
     out = torch.empty_like(x, dtype=static.dtype if values else static.code_dtype)
     flat = out.view(torch.uint8) if static.kind == "float" and not values else out
-    # sm_89 has the conversion too, but in two roundings
-    native = capability(target_of(x.device) if target is None else target) >= 90
-    quantize_rows[(m,)](
-        x, flat, scale, scale if zero is None else zero, lo, hi, x if norm is None else norm, k, static.floor,
-        static.limit, eps, **_options(static, k, values, norm is not None, scale.numel() > 1, native),
-    )  # fmt: skip
+    target = target_of(x.device) if target is None else target
+    per_row = static.params == "row" or scale.numel() > 1
+    run = _launcher(static, k, values, None if norm is None else norm.dtype, per_row, x.device, target)
+    tensors = (x, flat, scale, scale if zero is None else zero, lo, hi, x if norm is None else norm)
+    run((m, 1, 1), tensors, (k, static.floor, static.limit, eps))
     return Parts(out) if values else Parts(out, scale, zero)
 
 
@@ -158,6 +163,22 @@ def _given(
     return s, gpu_arguments.aligned(zero, "act_zero_point", torch.int8, shape, x.device)
 
 
+def quantizer(
+    act: ActivationSpec, dtype: torch.dtype, *, values: bool = False
+) -> Callable[[Tensor, Tensor | None, Tensor | None], Parts]:
+    """(x, stored scale, stored zero point) -> parts, as :func:`encode` for inputs of a dtype, with everything static
+    precomputed; values: as :func:`fake_quantized`, as the codes."""
+    static = static_of(act, dtype)
+    assert isinstance(static, Static)
+
+    def run(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Parts:
+        if x.numel():
+            return launch(x, static, _given(x, static, scale, zero_point), values=values)
+        return Parts(x.clone()) if values else activation.encode_activation(x, act, scale, zero_point)
+
+    return run
+
+
 def encode(x: Tensor, act: ActivationSpec, scale: Tensor | None = None, zero_point: Tensor | None = None) -> Parts:
     """Codes [M, K], scale and zero point ([M, 1], or [1, 1] for all rows) of an input.
 
@@ -167,22 +188,14 @@ def encode(x: Tensor, act: ActivationSpec, scale: Tensor | None = None, zero_poi
 
     Raises ArgumentError if stored parameters are missing or do not fit.
     """
-    static = static_of(act, x.dtype)
-    assert isinstance(static, Static)
-    if not x.numel():
-        return activation.encode_activation(x, act, scale, zero_point)
-    return launch(x, static, _given(x, static, scale, zero_point))
+    return quantizer(act, x.dtype)(x, scale, zero_point)
 
 
 def fake_quantized(
     x: Tensor, act: ActivationSpec, scale: Tensor | None = None, zero_point: Tensor | None = None
 ) -> Tensor:
     """x [M, K] quantized and dequantized, in its dtype. Arguments and errors as for :func:`encode`."""
-    static = static_of(act, x.dtype)
-    assert isinstance(static, Static)
-    if not x.numel():
-        return x.clone()
-    return launch(x, static, _given(x, static, scale, zero_point), values=True).codes
+    return quantizer(act, x.dtype, values=True)(x, scale, zero_point).codes
 
 
 def rms_norm_encode(x: Tensor, weight: Tensor, eps: float, act: ActivationSpec) -> Parts:

@@ -128,7 +128,7 @@ def quantize_rows(
     PARAMS: tl.constexpr, KIND: tl.constexpr, DIVISOR: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
     MANTISSA: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr, HAS_Z: tl.constexpr, VALUES: tl.constexpr,
     NATIVE: tl.constexpr, NORM: tl.constexpr, PER_ROW: tl.constexpr, LOOP: tl.constexpr, T: tl.constexpr,
-    B: tl.constexpr,
+    B: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Codes q and scale s (zero point z) of each row of x [M, K]; one program per row.
 
@@ -141,7 +141,10 @@ def quantize_rows(
     NATIVE   whether the device converts to e4m3 itself
     NORM     x is divided by sqrt(mean(x**2) + eps), multiplied with g [K] and rounded to T before; without LOOP
     LOOP     whether a row is longer than B columns: then it is read twice, the second time from the L2 cache
+    EARLY    whether the kernel behind this one may start at once: it fetches its weights, and waits (launch_pdl)
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     at = row if PER_ROW else row * 0
     k = tl.arange(0, B)

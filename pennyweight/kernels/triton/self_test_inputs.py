@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +15,13 @@ from ...core.numerics import Parts
 from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ..activation import encode_activation, quantize_activation
-from . import int8_linear, quantize, tiles
+from . import quantize, scaled_mm, tiles
 from .weight_only import card
 
-# Greatest ||y - exact|| / ||exact|| of products of codes: sums are exact, the result is rounded once
+# Greatest ||y - exact|| / ||exact|| of products of codes: sums of int8 are exact, and the result is rounded once; sums
+# of float8 have 14 bits on sm_90
 LIMITS = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-6}
+FLOAT8_LIMIT = 6e-3
 BF16, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 INT8_TOKEN = ActivationSpec(QuantSpec(INT8, (-1,)), eps=torch.finfo(torch.float32).eps)
 ZERO_POINT = ActivationSpec(QuantSpec(INT8, (-1,), zero_point=True), eps=torch.finfo(torch.float32).eps)
@@ -27,8 +30,8 @@ E4M3_TENSOR = ActivationSpec(QuantSpec(E4M3, None))
 
 
 TILES = {  # that no small product gets
-    "128x256": int8_linear.Tile(128, 256, 128, 8, 3),
-    "128x256 in blocks": int8_linear.Tile(128, 256, 128, 8, 3, blocks=True),
+    "128x256": scaled_mm.Tile(128, 256, 128, 8, 3),
+    "128x256 in blocks": scaled_mm.Tile(128, 256, 128, 8, 4, blocks=True),
 }
 
 
@@ -105,6 +108,29 @@ def result(product: Callable[[], Tensor], how: str, device: torch.device) -> Ten
     return y.clone()
 
 
+def chained(product: Callable[[Tensor], Tensor | None], x: Tensor) -> str | None:
+    """Products that each read the result of the one before: a kernel that starts ahead must wait for it."""
+
+    def chain(pause: bool) -> Tensor:
+        y: Tensor | None = x
+        for _ in range(16 if x.device.type == "cuda" else 2):
+            assert y is not None
+            y = product(y)
+            if pause and x.device.type == "cuda":
+                torch.cuda.synchronize(x.device)
+        assert y is not None
+        return y
+
+    one_by_one = chain(True)
+    if not bool(one_by_one.isfinite().all()):
+        return "left NaN or infinity"
+    if not torch.equal(one_by_one, chain(False)):
+        return "a product did not wait for the one before it"
+    if x.device.type == "cuda" and not torch.equal(one_by_one, result(lambda: chain(False), "graph", x.device)):
+        return "a product did not wait for the one before it, in a graph"
+    return None
+
+
 def difference(found: Tensor | None, wanted: Tensor | None, name: str) -> str | None:
     """None if two tensors have the same bits, or are NaN at the same places."""
     if found is None or wanted is None:
@@ -161,33 +187,39 @@ def _norm(act: ActivationSpec, dtype: torch.dtype, m: int, k: int) -> Case:
     return quantize.family(act), check, _quantizes(act, dtype, m, k, norm=True)
 
 
-def _int8(
-    dtype: torch.dtype, m: int, n: int, k: int, *, block: tuple[int, ...] | None = (-1,), bias: bool = False,
-    how: str = "plain", tile: int8_linear.Tile | None = None,
+def _product(
+    dtype: torch.dtype, m: int, n: int, k: int, *, act: ActivationSpec = INT8_TOKEN,
+    block: tuple[int, ...] | None = (-1,), bias: bool = False, how: str = "plain", tile: scaled_mm.Tile | None = None,
 ) -> Case:  # fmt: skip
-    """A product of int8 codes, compared with exact sums. how: "plain", or "graph" or "stream"."""
+    """A product of int8 or float8 codes, compared with exact sums. how: "plain", "graph" or "stream", or "chain": each
+    product reads the result of the one before, and must wait for it."""
+    f = act.spec.format
+    limit = LIMITS[dtype] if f is INT8 else FLOAT8_LIMIT
 
     def check(device: torch.device) -> str | None:
         x = numbers(m, k, dtype, special=False)
-        if m > 4:
+        if m > 4 and how != "chain":
             x[0], x[1, 0] = 0, float("nan")
-        w = AffineQuantizedTensor.from_float(numbers(n, k, FULL, special=False) * 0.05, QuantSpec(INT8, block))
+        w = AffineQuantizedTensor.from_float(numbers(n, k, FULL, special=False) * 0.05, QuantSpec(f, block))
         added = numbers(1, n, dtype, special=False)[0] if bias else None
-        q = encode_activation(x, INT8_TOKEN, None, None)
+        q = encode_activation(x, act, None, None)
         sums = q.codes.double() @ w.codes.double().t()
         assert isinstance(w.scale, Tensor)
         exact = sums * q.scale.double() * w.scale.double().reshape(-1) + (0 if added is None else added.double())
-        bound = int8_linear.bind_static(w.spec, INT8_TOKEN, (n, k), dtype)
+        bound = scaled_mm.bind_static(w.spec, act, (n, k), dtype)
         held = bound.operand(w.parts.map(lambda t: t.to(device)))
         there, b = x.to(device), None if added is None else added.to(device)
+
+        if how == "chain":
+            return chained(lambda y: bound.run(y, held, b), there)
 
         def product() -> Tensor:
             # the allocator hands this memory out again: what the kernel does not write is NaN
             torch.full((m, n), float("nan"), dtype=dtype, device=device)
             if tile is not None:
-                codes = quantize.encode(there, INT8_TOKEN)
+                codes = quantize.encode(there, act)
                 processors = card(device)[2]
-                return int8_linear.launch(codes.codes, codes.scale, held, b, dtype, tile, processors)
+                return scaled_mm.launch(codes.codes, codes.scale, held, b, dtype, tile, processors)
             y = bound.run(there, held, b)
             assert y is not None
             return y
@@ -197,20 +229,22 @@ def _int8(
             return "NaN of an input is not where it should be"
         good = ~exact.isnan()
         error = float((y[good].double() - exact[good]).norm() / exact[good].norm())
-        if not error <= LIMITS[dtype]:
-            return f"relative error {error:.1e}, at most {LIMITS[dtype]:.0e} is expected"
+        if not error <= limit:
+            return f"relative error {error:.1e}, at most {limit:.0e} is expected"
         return difference(product(), y, "a second run")
 
     def launches(target: str) -> None:
-        quantize.launch(_nothing(m, k, dtype=dtype), _static(INT8_TOKEN, dtype), target=target)
-        codes, meta = _nothing(n, k, dtype=torch.int8), torch.device("meta")
-        w = int8_linear.Operand(codes, _nothing(1 if block is None else n, dtype=FULL), None, meta, None, None)
+        quantize.launch(_nothing(m, k, dtype=dtype), _static(act, dtype), target=target)
+        codes, meta = _nothing(n, k, dtype=f.code_dtype), torch.device("meta")
+        w = scaled_mm.Operand(codes, _nothing(1 if block is None else n, dtype=FULL), None, meta, None, None)
         processors = tiles.processors(target)
-        chosen = tile or int8_linear.choose(target, tiles.bucket(m), n, dtype, processors)
-        x, scale = _nothing(m, k, dtype=torch.int8), _nothing(m, 1, dtype=FULL)
-        int8_linear.launch(x, scale, w, _nothing(n, dtype=dtype) if bias else None, dtype, chosen, processors)
+        chosen = tile or scaled_mm.choose(f, target, tiles.bucket(m), n, dtype, processors)
+        if chosen is None:
+            return
+        x, scale = _nothing(m, k, dtype=f.code_dtype), _nothing(m, 1, dtype=FULL)
+        scaled_mm.launch(x, scale, w, _nothing(n, dtype=dtype) if bias else None, dtype, chosen, processors)
 
-    return int8_linear.FAMILY, check, launches
+    return scaled_mm.ROWS[f][1], check, launches
 
 
 def cases(full: bool = False) -> Iterator[Check]:
@@ -223,23 +257,36 @@ def _products(full: bool) -> Iterator[Check]:
     def case(name: str, found: Case) -> Check:
         return Check(f"int8 inputs, {name}", *found)
 
-    yield case("1 row", _int8(BF16, 1, 192, 1024, bias=True))
-    yield case("5 rows, odd sizes", _int8(BF16, 5, 101, 1104))
-    yield case("33 rows", _int8(BF16, 33, 130, 608, bias=True))
-    yield case("65 rows, one scale for the weight", _int8(BF16, 65, 200, 528, block=None))
-    yield case("150 rows", _int8(BF16, 150, 264, 528, bias=True))
-    yield case("520 rows", _int8(BF16, 520, 264, 272, bias=True))
-    yield case("16 rows, graph", _int8(BF16, 16, 128, 2048, how="graph"))
-    yield case("16 rows, second stream", _int8(BF16, 16, 128, 2048, how="stream"))
+    def float8(name: str, m: int, n: int, k: int, **options: Any) -> Check:
+        return Check(f"float8 inputs, {name}", *_product(BF16, m, n, k, act=E4M3_TOKEN, **options))
+
+    yield case("1 row", _product(BF16, 1, 192, 1024, bias=True))
+    yield case("5 rows, odd sizes", _product(BF16, 5, 101, 1104))
+    yield case("33 rows", _product(BF16, 33, 130, 608, bias=True))
+    yield case("65 rows, one scale for the weight", _product(BF16, 65, 200, 528, block=None))
+    yield case("150 rows", _product(BF16, 150, 264, 528, bias=True))
+    yield case("520 rows", _product(BF16, 520, 264, 272, bias=True))
+    yield case("16 rows, graph", _product(BF16, 16, 128, 2048, how="graph"))
+    yield case("16 rows, second stream", _product(BF16, 16, 128, 2048, how="stream"))
+    yield case("1 row, chain", _product(BF16, 1, 512, 512, how="chain"))
+    yield float8("16 rows, chain", 16, 512, 512, how="chain")
+    yield float8("1 row", 1, 192, 1024, bias=True)
+    yield float8("5 rows, odd sizes", 5, 112, 1104)
+    yield float8("33 rows, one scale for the weight", 33, 144, 608, block=None)
+    yield float8("65 rows", 65, 208, 528, bias=True)
+    yield float8("16 rows, graph", 16, 128, 2048, how="graph")
+    yield float8("16 rows, second stream", 16, 128, 2048, how="stream")
     if not full:
         return
-    yield case("no bias, no rows beyond", _int8(HALF, 128, 256, 256))
+    for m in (1, 8, 16, 17, 64, 128):
+        yield float8(f"{m} rows", m, 336, 1040 if m % 2 else 4096, bias=m % 2 == 0)
+    yield case("no bias, no rows beyond", _product(HALF, 128, 256, 256))
     for dtype in (BF16, HALF, FULL):
         for m in (1, 16, 17, 64, 128, 129, 500, 1030):
             name = f"{str(dtype).removeprefix('torch.')}, {m} rows"
-            yield case(name, _int8(dtype, m, 328, 1040 if m % 2 else 1024, bias=m % 2 == 0))
+            yield case(name, _product(dtype, m, 328, 1040 if m % 2 else 1024, bias=m % 2 == 0))
     for name, tile in TILES.items():
-        yield case(f"tiles {name}", _int8(BF16, 300, 528, 400, bias=True, tile=tile))
+        yield case(f"tiles {name}", _product(BF16, 300, 528, 400, bias=True, tile=tile))
 
 
 def _quantizing(full: bool) -> Iterator[Check]:

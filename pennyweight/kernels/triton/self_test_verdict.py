@@ -34,6 +34,7 @@ FAMILIES = {
     ),
     "quantize_int": ("quantize_rows", "int8 inputs are quantized by torch's operators, several times as slowly"),
     "quantize_float": ("quantize_rows", "float8 inputs are quantized by torch's operators, several times as slowly"),
+    "float8": ("triton_float8", "products of float8 inputs run on torch._scaled_mm"),
     "int8": ("triton_int8", "products of int8 inputs run on the weight-only kernel, or on torch._int_mm"),
 }
 Prover = Callable[[torch.device, str], dict[str, str | None]]

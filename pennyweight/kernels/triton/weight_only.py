@@ -30,6 +30,7 @@ from ..table import Bound, Case, Kernel, register_kernel
 from ..target import target_of
 from . import quantize, self_test_verdict, tiles, workspace
 from .codes import DTYPES, Decoding, decoding
+from .launch import Launcher
 from .layout import LAYOUT, ROWS, Groups, columns, fits, groups
 from .tiles import Tile
 
@@ -210,38 +211,27 @@ def grid(static: Static, m: int, tile: Tile, processors: int) -> tuple[int, int,
 
 
 class Launch:
-    """One launch of the kernel for a weight's static properties, a number of rows and a tile.
-
-    Triton's own launcher looks at each argument to choose the compiled kernel, which takes longer than most products.
-    Here all that it looks at is the same at each call: sizes, dtypes, and addresses at multiples of 16 bytes.
-    """
+    """One launch of the kernel for a weight's static properties, a number of rows and a tile."""
 
     def __init__(self, static: Static, m: int, tile: Tile, processors: int, bias: bool) -> None:
+        from . import weight_only_kernel
+
         self.grid = rows, parts, cols = grid(static, m, tile, processors)
         self.sizes = (m, static.n, static.k, static.tiles)
         self.sums = rows * parts * cols * tile.bm * tile.bn if parts > 1 else 0
         self.locks = rows * cols
-        self.options = _options(static, tile, parts, bias)
-        self.constants = tuple(value for name, value in self.options.items() if name.isupper())
-        self.compiled: Any = None
+        self.launcher = Launcher(lambda: weight_only_kernel.weight_only, _options(static, tile, parts, bias))
 
     def __call__(self, x: Tensor, w: Operand, bias: Tensor | None, y: Tensor) -> None:
         """Write y [M, N] for checked arguments. x: [M, K], contiguous; all on the device of the first call."""
         sums = locks = w.codes
         if self.sums:
             sums, locks = workspace.parts(self.sums, w.device), workspace.locks(self.locks, w.device)
-        arguments = (
+        tensors = (
             x, w.codes, w.scale, w.zero_point, w.offset, w.table, w.outer, w.codes if bias is None else bias, y, sums,
-            locks, *self.sizes,
+            locks,
         )  # fmt: skip
-        if self.compiled is not None:
-            self.compiled[self.grid](*arguments, *self.constants)
-            return
-        from .weight_only_kernel import weight_only
-
-        compiled = weight_only[self.grid](*arguments, **self.options)
-        if hasattr(compiled, "packed_metadata"):  # not in the interpreter
-            self.compiled = compiled
+        self.launcher(self.grid, tensors, self.sizes)
 
 
 def launch(x: Tensor, w: Operand, bias: Tensor | None, static: Static, tile: Tile, processors: int) -> Tensor:
@@ -284,6 +274,7 @@ def bind_static(static: Static, spec: QuantSpec, act: ActivationSpec | None = No
     """As :func:`bind`."""
     n, k, dtype = static.n, static.k, static.dtype
     launches: dict[tuple[int, torch.dtype | None, torch.device], Launch | None] = {}
+    fake_quantized = None if act is None else quantize.quantizer(act, dtype, values=True)
 
     def run(x: Tensor, w: Operand, bias: Tensor | None) -> Tensor | None:
         shape = x.shape
@@ -294,8 +285,8 @@ def bind_static(static: Static, spec: QuantSpec, act: ActivationSpec | None = No
         m = x.numel() // k
         if m == 0:
             return x.new_empty((*shape[:-1], n))
-        if act is not None:
-            x = quantize.fake_quantized(x.view(m, k), act, w.act_scale, w.act_zero_point)
+        if fake_quantized is not None:
+            x = fake_quantized(x.view(m, k), w.act_scale, w.act_zero_point).codes
         key = (m, None if bias is None else bias.dtype, w.device)
         if key in launches:
             found = launches[key]

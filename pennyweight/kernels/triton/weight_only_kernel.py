@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .decode_kernel import INTERPRET, column, dot, group_numbers, narrow, numbers, plus, spread, times, widen
+from .decode_kernel import INTERPRET, column, dot, fetch, group_numbers, narrow, numbers, plus, spread, times, widen
 
 
 @triton.jit
@@ -32,14 +32,6 @@ def scaled_plus(w, s, o, UNIT: tl.constexpr):
         return tl.fma(w, s, o)
     else:
         return narrow(widen(w) * widen(s) + widen(o) * UNIT, w.dtype)
-
-
-@triton.jit
-def fetch(p):
-    """Read the lines of memory at pointers p into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // $0", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -257,7 +257,7 @@ def quantized(dtype: str) -> dict[str, Any]:
     for act in _activations():
         for m, k, widest in ((8, 70, 16384), (1, 1, 16384), (9, 300, 128)):
             quantize.WIDEST, quantize._STEP = widest, min(widest, 4096)
-            quantize._options.cache_clear()
+            quantize._launcher.cache_clear()
             x = torch.randn(m, k, generator=torch.Generator().manual_seed(m))
             x = (x * torch.exp2(torch.arange(m) * 3.0 - 9)[:, None]).to(dtype)
             if act.spec.block is not None and m > 7:
@@ -277,20 +277,21 @@ def quantized(dtype: str) -> dict[str, Any]:
 
 
 @check
-def int8_tiles() -> dict[str, Any]:
-    """int8 products with each way to load, and with tiles that programs share."""
+def product_tiles() -> dict[str, Any]:
+    """int8 and float8 products with each way to load, and with tiles that programs share."""
     import torch
 
-    from pennyweight.kernels.triton.int8_linear import Tile
-    from pennyweight.kernels.triton.self_test_inputs import _int8
+    from pennyweight.kernels.triton.scaled_mm import Tile
+    from pennyweight.kernels.triton.self_test_inputs import E4M3_TOKEN, INT8_TOKEN, _product
 
     given, found = watch_locks(), {}
     tiles = (Tile(32, 64, 32, 4, 2, blocks=True), Tile(32, 64, 64, 4, 2), Tile(16, 64, 32, 4, 2, True))
     for tile in tiles:
         for m, n, k in ((70, 136, 176), (5, 72, 1040)):
             for bias in (False, True):
-                _, check_it, _ = _int8(torch.bfloat16, m, n, k, bias=bias, tile=tile)
-                found[f"{tile} {m} {n} {k} {bias}"] = check_it(torch.device("cpu"))
+                for act in (INT8_TOKEN, E4M3_TOKEN) if tile.swap else (INT8_TOKEN,):
+                    _, check_it, _ = _product(torch.bfloat16, m, n, k, act=act, bias=bias, tile=tile)
+                    found[f"{act} {tile} {m} {n} {k} {bias}"] = check_it(torch.device("cpu"))
     return {"wrong": wrong(found), "count": len(found), "locks": [int(lock.abs().sum()) for lock in given]}
 
 
@@ -299,14 +300,14 @@ def same_in_any_batch() -> bool:
     """A row of an int8 product has the same bits in a batch of any size, with other tiles and other splits."""
     import torch
 
-    from pennyweight.kernels.triton import int8_linear
+    from pennyweight.kernels.triton import scaled_mm
     from pennyweight.kernels.triton.self_test_inputs import FULL, INT8_TOKEN, numbers
 
     spec, n, k = INT8_TOKEN.spec, 72, 1040
     from pennyweight.core.tensor import AffineQuantizedTensor
 
     w = AffineQuantizedTensor.from_float(numbers(n, k, FULL, special=False), spec)
-    bound = int8_linear.bind_static(w.spec, INT8_TOKEN, (n, k), torch.bfloat16)
+    bound = scaled_mm.bind_static(w.spec, INT8_TOKEN, (n, k), torch.bfloat16)
     x, bias = numbers(140, k, torch.bfloat16, special=False), numbers(1, n, torch.bfloat16)[0]
     whole = bound.run_with(x, w.parts, bias)
     return all(torch.equal(bound.run_with(x[:m], w.parts, bias), whole[:m]) for m in (1, 17, 40, 70))

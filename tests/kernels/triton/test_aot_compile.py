@@ -102,12 +102,14 @@ def test_kernels_of_quantized_inputs(target: str) -> None:
     jobs = aot_compile.input_kernels(target)
     assert len({job.name for job in jobs}) == len(jobs)
     unit = "v_mfma_i32" if target.startswith("hip") else "IGMMA" if target == "cuda:sm_90" else "IMMA"
+    float8 = {"cuda:sm_89": "QMMA", "cuda:sm_90": "QGMMA", "cuda:sm_100": "UTCQMMA"}.get(target, "QMMA")
     for job in jobs:
         found, _ = compiled(target, job)
         check_limits(target, job, found)
-        if job.name.startswith("int8 product"):
+        if " product" in job.name:
             assert found.matrix, job.name
-            assert all(name.startswith(unit) for name in found.matrix), job.name
+            wanted = unit if job.name.startswith("int8") else float8
+            assert all(name.startswith(wanted) for name in found.matrix), job.name
 
 
 PARTS = 12

@@ -14,7 +14,7 @@ from pennyweight.core.spec import INT8_ROW, ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels.activation import encode_activation
 from pennyweight.kernels.table import Case, explain, select
-from pennyweight.kernels.triton import int8_linear, quantize, self_test_inputs
+from pennyweight.kernels.triton import quantize, scaled_mm, self_test_inputs
 
 from .interpreter import interpret
 
@@ -39,9 +39,9 @@ def test_codes_are_those_of_the_cpu(dtype: str) -> None:
 
 @needs_triton
 def test_products_of_codes() -> None:
-    found = interpret("int8_tiles")
+    found = interpret("product_tiles")
     assert found["wrong"] == {}
-    assert found["count"] == 12
+    assert found["count"] == 16
     assert found["locks"], "no program shared a tile"
     assert set(found["locks"]) == {0}
 
@@ -105,10 +105,10 @@ def _case(n: int, k: int, act: QuantSpec = INT8_ROW, device: str = "cuda:sm_90",
 
 def test_the_row_of_each_size() -> None:
     assert select("linear", _case(100, 64)).name == "triton_int8"
-    assert "multiple of 16, K is 72" in str(int8_linear.accepts(_case(96, 72)))
+    assert "multiple of 16, K is 72" in str(scaled_mm.accepts(INT8, _case(96, 72)))
     assert select("linear", _case(96, 72), any_layout=True).name == "triton_quantized_input"
-    assert "overflow" in str(int8_linear.accepts(_case(96, 1 << 18)))
-    assert "plain scale" in str(int8_linear.accepts(_case(96, 64, QuantSpec(INT8, (-1,), zero_point=True))))
+    assert "overflow" in str(scaled_mm.accepts(INT8, _case(96, 1 << 18)))
+    assert "plain scale" in str(scaled_mm.accepts(INT8, _case(96, 64, QuantSpec(INT8, (-1,), zero_point=True))))
     assert select("linear", _case(96, 64, device="cpu")).name != "triton_int8"
     assert select("linear", _case(96, 64, dtype=torch.float32)).name == "triton_int8"
 
@@ -121,12 +121,13 @@ def test_a_row_of_the_output_depends_on_its_row_alone() -> None:
 @pytest.mark.parametrize("target", ["cuda:sm_80", "cuda:sm_86", "cuda:sm_90", "cuda:sm_100", "hip:gfx942"])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_tiles_fit_the_shared_memory(target: str, dtype: torch.dtype) -> None:
-    for m in int8_linear.tiles.BUCKETS:
+    for m in scaled_mm.tiles.BUCKETS:
         for n in (64, 4096, 16384):
-            tile = int8_linear.choose(target, m, n, dtype, int8_linear.tiles.processors(target))
+            tile = scaled_mm.choose(INT8, target, m, n, dtype, scaled_mm.tiles.processors(target))
+            assert tile is not None
             used = tile.stages * tile.bk * (tile.bm + tile.bn)
-            used += tile.bm * tile.bn * 2 if tile.blocks else 0
-            assert used <= int8_linear.tiles.shared_memory(target), (target, m, tile)
+            used += tile.bm * tile.bn if tile.blocks else 0  # half a tile of results, 2 bytes each
+            assert used <= scaled_mm.tiles.shared_memory(target), (target, m, tile)
 
 
 # -- without a device --------------------------------------------------------------------------------------------------
@@ -147,13 +148,13 @@ def test_torch_quantizes_where_the_kernel_does_not_run() -> None:
 def test_the_kernels_compile_without_spills() -> None:
     """The cases of the first use, for a H100."""
     from benchmarks.gpu import aot_compile
-    from pennyweight.kernels.triton import int8_linear_kernel, quantize_kernel
+    from pennyweight.kernels.triton import quantize_kernel, scaled_mm_kernel
 
-    names = ("int8_product", "int8_product_blocks")
+    names = ("product", "product_blocks")
     for check in self_test_inputs.cases():
         with (
             aot_compile.compiling("cuda:sm_90", quantize_kernel, ("quantize_rows",)) as first,
-            aot_compile.compiling("cuda:sm_90", int8_linear_kernel, names) as second,
+            aot_compile.compiling("cuda:sm_90", scaled_mm_kernel, names) as second,
         ):
             check.launches("cuda:sm_90")
         for compiled in (*first, *second):
@@ -162,4 +163,4 @@ def test_the_kernels_compile_without_spills() -> None:
             assert made.shared <= 232_448
             assert ".ftz" not in compiled.asm["ptx"], "subnormal numbers would become zero"
             if compiled in second:
-                assert made.matrix == {"IGMMA"}, check.name
+                assert made.matrix == {"QGMMA" if check.family == "float8" else "IGMMA"}, check.name
