@@ -231,7 +231,7 @@ def float8_product(q: Parts, codes: Tensor, scale: Tensor, bias: Tensor | None, 
         q.codes.contiguous(), codes.t(), sx, sw, bias=vector(fused, "bias", n, FLOATS, codes.device), out_dtype=dtype,
         use_fast_accum=True,
     )  # fmt: skip
-    return y if fused is bias else (y + bias).to(dtype)
+    return y if bias is None or fused is bias else (y + bias).to(dtype)
 
 
 def _expanded(scale: Tensor, shape: tuple[int, int]) -> Tensor:
