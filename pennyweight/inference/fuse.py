@@ -21,11 +21,14 @@ from .block_description import BlockDescription
 from .bound_block import Bound
 from .describe_block import describe_block
 from .detect_changes import attributes, module_classes, own_class, refusal
+from .equal_blocks import described_as
 from .examples import Observed, candidates, examples, observe, roots
 from .freeze import freeze_, with_scheme
 from .fuse_conv_net import FusedConvNet, chained_convolutions, fuse_nets
 from .fused_module import FusedModule, Kind, fuse_class_
 from .verify_block import run_checked, verify
+
+Known = tuple[nn.Module, Observed, BlockDescription]
 
 
 def _refused(block: nn.Module, description: BlockDescription, args: Any, kwargs: Any) -> str:
@@ -143,8 +146,9 @@ def _fuse(model: nn.Module, example: Any) -> tuple[list[Row], str]:
             if isinstance(block, FusedBlock) and changed(block, block.description):
                 block.__class__ = block.thawed  # type: ignore[assignment]
         seen, problem = _observed(model, blocks, example) if blocks or not rows else ({}, "")
+        known: list[Known] = []
         for name, block in blocks.items():
-            rows.append(_row(name, block, _fuse_block(name, block, seen.get(name))))
+            rows.append(_row(name, block, _fuse_block(name, block, seen.get(name), known)))
     return rows, problem
 
 
@@ -162,8 +166,8 @@ def _outside_nets(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, n
     }  # fmt: skip
 
 
-def _fuse_block(name: str, block: nn.Module, observed: Observed | Refusal | None) -> str:
-    """Fuse a block; the reason if it is left alone."""
+def _fuse_block(name: str, block: nn.Module, observed: Observed | Refusal | None, known: list[Known]) -> str:
+    """Fuse a block; the reason if it is left alone. known: what was recognized, extended."""
     if isinstance(block, FusedBlock):
         return ""
     if observed is None:
@@ -171,14 +175,35 @@ def _fuse_block(name: str, block: nn.Module, observed: Observed | Refusal | None
     try:
         if isinstance(observed, Refusal):
             raise observed
+        if (found := _as_known(name, block, observed, known)) is not None:
+            fuse_class_(block, FusedBlock, *found)
+            return ""
         description = describe_block(name, block, observed)
         bound = Bound(block, description)
         verify(block, bound, observed)
     except Refusal as refused:
         floats = [path for path, m in block.named_modules() if isinstance(m, nn.Linear) and not is_quantized(m.weight)]
         return f"{floats[0]} is not quantized" if floats else str(refused)
+    known.append((block, observed, description))
     fuse_class_(block, FusedBlock, description, bound)
     return ""
+
+
+def _as_known(
+    name: str, block: nn.Module, observed: Observed, known: list[Known]
+) -> tuple[BlockDescription, Bound] | None:
+    """A block that is built like one that was recognized and checked: its description, after a shorter check."""
+    for other, seen, description in known:
+        own = described_as(name, block, observed, other, seen, description)
+        if own is None:
+            continue
+        bound = Bound(block, own)
+        try:
+            verify(block, bound, observed, brief=True)
+        except Refusal:  # recognized by itself, and refused with the reason
+            continue
+        return own, bound
+    return None
 
 
 def is_quantized(parameter: Any) -> bool:
