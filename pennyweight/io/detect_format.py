@@ -139,12 +139,13 @@ def quantization_of(config: Mapping[str, Any] | None, folder: str) -> Mapping[st
 
 
 @contextmanager
-def model_folder(path: str) -> Iterator[str]:
+def model_folder(path: str, *, tokenizer: bool = True) -> Iterator[str]:
     """The folder from which transformers reads config.json and the tokenizer of a checkpoint: its own, or for a GGUF
     file one with those of its metadata.
 
     path   a folder, a file in one, or a GGUF file. The metadata of a GGUF file are written to a temporary folder, which
            is removed at the end; in a folder with a GGUF file and a config.json, config.json is used.
+    tokenizer  whether the tokenizer is read: its files are the larger part of the metadata
 
     Raises CheckpointError if there is no such path or the metadata describe no model that transformers has.
     """
@@ -157,5 +158,5 @@ def model_folder(path: str) -> Iterator[str]:
     from .gguf.reader import open_gguf, under_hf_names, write_side_files
 
     with open_gguf(path, found) as source, tempfile.TemporaryDirectory() as folder:
-        write_side_files(under_hf_names(source), folder, None)
+        write_side_files(under_hf_names(source), folder, None, tokenizer=tokenizer)
         yield folder

@@ -61,7 +61,7 @@ def fresh_model(path: str) -> nn.Module:
     Buffers that no checkpoint contains keep their values; one that this checkpoint contains, as with older releases of
     transformers, becomes persistent. Raises CheckpointError if transformers cannot build it.
     """
-    with model_folder(path) as folder:
+    with model_folder(path, tokenizer=False) as folder:
         built = _built(folder, "cpu")
     if isinstance(built, str):
         raise CheckpointError(path, None, f"{built}; the layers of the model cannot be determined")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from .architectures import BY_GGUF
 from .config import config_from_kv, experts_of, generation_files, pooling_files
 from .experts import in_memory
 from .gguf_file import File
+from .metadata import Value
 from .names import Transform, read_patterns, to_hf
 from .rope import ROPE_TENSORS
 from .tokenizer_files import tokenizer_files
@@ -130,7 +132,7 @@ def under_hf_names(source: Opened, pattern_file: Any = None) -> Opened:
     pattern_file: see :func:`.names.read_patterns`. Raises CheckpointError for an architecture or a name that is in
     neither the tables nor the file.
     """
-    kv = values(source)
+    kv = PlainValues(source.metadata)
     arch = str(kv.get("general.architecture"))
     patterns = None if pattern_file is None else read_patterns(pattern_file)
     with checkpoint_errors(source.path):
@@ -149,10 +151,21 @@ def under_hf_names(source: Opened, pattern_file: Any = None) -> Opened:
     return replace(source, held=stored, config=config)
 
 
-def values(source: Opened) -> dict[str, Any]:
-    """The metadata as plain values: numbers, strings, lists."""
-    plain = {key: value.data for key, value in source.metadata.items()}
-    return {key: v if isinstance(v, (int, float, str, list)) else v.tolist() for key, v in plain.items()}
+class PlainValues(Mapping[str, Any]):
+    """Metadata as plain values: numbers, strings, lists. Decoded when asked for: tokens and merges are long lists."""
+
+    def __init__(self, metadata: Mapping[str, Value]) -> None:
+        self._metadata = metadata
+
+    def __getitem__(self, key: str) -> Any:
+        data = self._metadata[key].data
+        return data if isinstance(data, (int, float, str, list)) else data.tolist()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._metadata)
+
+    def __len__(self) -> int:
+        return len(self._metadata)
 
 
 def moved(stored: StoredTensor, transform: Transform, name: str, to_gguf: bool) -> StoredTensor:
@@ -184,11 +197,12 @@ def moved(stored: StoredTensor, transform: Transform, name: str, to_gguf: bool) 
 
 
 def write_side_files(
-    source: Opened, dst: str, quantization_config: dict[str, Any] | None, dtype: torch.dtype | None = None
-) -> list[str]:
+    source: Opened, dst: str, quantization_config: dict[str, Any] | None, dtype: torch.dtype | None = None,
+    *, tokenizer: bool = True,
+) -> list[str]:  # fmt: skip
     """Write config.json and the tokenizer files from the metadata. Returns names."""
-    kv = values(source)
-    files = tokenizer_files(kv)[0] | pooling_files(kv) | generation_files(kv)
+    kv = PlainValues(source.metadata)
+    files = (tokenizer_files(kv)[0] if tokenizer else {}) | pooling_files(kv) | generation_files(kv)
     if source.config is not None:
         files["config.json"] = config_bytes(source.config, quantization_config, dtype)
     for name, data in files.items():

@@ -59,7 +59,8 @@ def tokenizer_files(kv: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]
         },
         "tokenizer_config.json": _settings(kv, kind, tokens, special, add, notes),
     }
-    texts = {name: json.dumps(data, indent=2, ensure_ascii=False) + "\n" for name, data in files.items()}
+    # without an indent, json uses its encoder in C: a vocabulary has a hundred thousand lines
+    texts = {name: json.dumps(data, ensure_ascii=False) + "\n" for name, data in files.items()}
     return {name: text.encode() for name, text in texts.items()}, notes
 
 
