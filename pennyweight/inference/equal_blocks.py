@@ -13,11 +13,12 @@ from .block_description import BlockDescription
 from .detect_changes import attributes, module_classes
 from .examples import Observed
 
+_INDEX = ("layer_idx", "layer_id", "layer_index", "layer_number")  # attributes of a block or its attention
 _COMPARED = ("_parameters", "_buffers", "_modules", "training")  # entries of a module that are compared apart
 
 
 def described_as(
-    name: str, block: nn.Module, observed: Observed, other: nn.Module, seen: Observed, description: BlockDescription
+    path: str, block: nn.Module, observed: Observed, other: nn.Module, seen: Observed, description: BlockDescription
 ) -> BlockDescription | None:
     """The description of a block by that of another one, which was recognized in the call ``seen``.
 
@@ -30,24 +31,17 @@ def described_as(
     own = tuple(attributes(block))
     if [place[:2] for place in own] != [place[:2] for place in description.attributes]:
         return None
-    pairs = [(a[2], b[2]) for a, b in zip(own, description.attributes, strict=True)]
-    different = {(a, b) for a, b in pairs if type(a) is not type(b) or a != b}
-    layer = description.layer
-    if description.cached:  # the only difference that is allowed: the index
-        if len(different) != 1 or type(indices := different.pop()) is not tuple or type(indices[0]) is not int:
-            return None
-        if indices[1] != layer:
-            return None
-        layer = indices[0]
-    elif different and not _numbered(different):
+    pairs = [(a[1], a[2], b[2]) for a, b in zip(own, description.attributes, strict=True)]
+    different = [(name, a, b) for name, a, b in pairs if type(a) is not type(b) or a != b]
+    if any(name not in _INDEX or type(a) is not int or a != different[0][1] for name, a, _ in different):
         return None
+    layer = description.layer
+    if description.cached:
+        if not different or any(b != layer for _, _, b in different):
+            return None
+        layer = different[0][1]
     cross = None if description.cross is None else replace(description.cross, layer=layer)
-    return replace(description, name=name, layer=layer, attributes=own, cross=cross)
-
-
-def _numbered(different: set[tuple[Any, Any]]) -> bool:
-    """Whether one index differs, of blocks without a cache."""
-    return len(different) == 1 and all(type(value) is int for value in next(iter(different)))
+    return replace(description, name=path, layer=layer, attributes=own, cross=cross)
 
 
 def _equal_modules(a: nn.Module, b: nn.Module) -> bool:
@@ -75,6 +69,8 @@ def _same_value(a: Any, b: Any) -> bool:
         return type(a) is type(b)  # as attributes
     if isinstance(a, (dict, set, list)) and not a and not b:  # hooks
         return True
+    if type(a) is type(b) is set:  # names of buffers
+        return bool(a == b)
     if type(a) is type(b) is partial:
         return a.func is b.func and a.args == b.args and a.keywords == b.keywords
     return a is b or getattr(a, "__func__", a) is getattr(b, "__func__", None)
