@@ -25,8 +25,9 @@ from tests.kernels.cpu.native import abi as header
 from tests.kernels.cpu.native import called
 
 PACKAGE = Path(pennyweight.__file__).parent
-# Who else may ask for an address, and what for. None of them gives it to native code.
+# Who else may ask for an address, and what for. None of them gives it to the native library.
 ADDRESSES = {
+    "kernels/triton/launch.py": "gives it to Triton's launcher, of tensors that gpu_arguments.py has checked",
     "kernels/torch_int8.py": "alignment, which torch's own kernel needs",
     "kernels/gpu_arguments.py": "alignment, which GPU kernels need",
     "quantize/rollback.py": "identity", "core/ops/inplace.py": "identity", "core/storage.py": "refuses",
