@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,9 @@ import pennyweight
 for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
 ENVIRONMENT = dict(os.environ)
+# A shell lets what it runs in the background ignore Ctrl-C, and so would the commands that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 PACKAGE = str(Path(pennyweight.__file__).parent)
 SENTINEL = 85  # 0b01010101: fits every integer type, and is neither a likely code nor a likely zero point
