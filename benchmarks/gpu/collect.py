@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ RESULTS = "benchmarks/results/gpu"
 TILES = f"{KERNELS}/tiles.json"
 PAGE = "docs/gpu.md"
 FAMILY = "weight_only"  # the kernels that have tiles
-KEY = ("target", "family", "m")  # what a line of tiles.json is chosen by
+KEY = ("target", "device", "family", "m")  # what a line of tiles.json is chosen by: a card, or the target of others
 
 
 class Refused(ValueError):
@@ -54,11 +54,12 @@ def check_in(folder: Path, root: Path = ROOT, allow_dry: bool = False) -> Collec
     path = _free_name(root / RESULTS, data)
     name = path.relative_to(root).as_posix()
     refused = why_no_tiles(data, root)
-    lines = [] if refused else tuned_lines(data, name)
+    held = tiles_held(root / TILES)
+    lines = [] if refused else tuned_lines(data, name, {line["target"] for line in held if "target" in line})
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, data, indent=1)
     if lines:
-        write_tiles(root / TILES, lines)
+        write_tiles(root / TILES, [*held, *lines])
     from .page import write_page
 
     write_page(root)
@@ -137,20 +138,29 @@ def _families() -> dict[str, str]:
     return {f"kernels: {case.name}": case.family for case in self_test.cases(full=True)}
 
 
-def tuned_lines(data: dict[str, Any], source: str) -> list[dict[str, Any]]:
-    """The lines of this run, of the cases that timed every candidate."""
-    cases = data["stages"]["tune"]["cases"].values()
-    whole = [values for values in cases if "tile" in values and values.get("complete")]
-    return [{**{key: values[key] for key in KEY}, "tile": values["tile"], "source": source} for values in whole]
+def tiles_held(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text("utf-8"))["lines"] if path.exists() else []
+
+
+def tuned_lines(data: dict[str, Any], source: str, known: Collection[str]) -> list[dict[str, Any]]:
+    """The lines of this run, of the cases that timed every candidate: for its card, and for other cards of its target
+    if none was measured before. known: targets with lines."""
+    card = data["stages"]["facts"]["cases"]["machine"]["card"]
+    lines = []
+    for values in data["stages"]["tune"]["cases"].values():
+        if "tile" in values and values.get("complete"):
+            line = {"family": values["family"], "m": values["m"], "tile": values["tile"], "source": source}
+            lines.append({"device": card, **line})
+            lines += [{"target": values["target"], **line}] if values["target"] not in known else []
+    return lines
 
 
 def write_tiles(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Replace the lines with the same key, keep the others."""
+    """Write lines; the last one of each key counts."""
     from pennyweight.kernels.triton.tiles import write
 
-    held = json.loads(path.read_text("utf-8"))["lines"] if path.exists() else []
-    by_key = {tuple(line.get(k) for k in KEY): line for line in [*held, *lines]}
-    write(path, sorted(by_key.values(), key=lambda line: (line["target"], line["family"], line["m"])))
+    by_key = {tuple(line.get(k, "") for k in KEY): line for line in lines}
+    write(path, [by_key[key] for key in sorted(by_key)])
 
 
 def all_results(root: Path = ROOT) -> dict[str, dict[str, Any]]:

@@ -366,7 +366,8 @@ def test_results_tiles_and_page_are_written(measured: Any, tree: Path, capsys: p
     lines = json.loads((tree / collect.TILES).read_text())["lines"]
     assert lines
     assert {line["source"] for line in lines} == {f"{collect.RESULTS}/{name}"}
-    assert len({tuple(line[key] for key in collect.KEY) for line in lines}) == len(lines)
+    assert len({tuple(line.get(key) for key in collect.KEY) for line in lines}) == len(lines)
+    assert sum("device" in line for line in lines) == sum("target" in line for line in lines) == len(lines) // 2
     text = (tree / collect.PAGE).read_text()
     assert page.NOTHING not in text
     assert "commit 0123456789ab: 22 conformance cases, 0 failed. Driver 580.1" in text
@@ -378,6 +379,19 @@ def test_results_tiles_and_page_are_written(measured: Any, tree: Path, capsys: p
     assert collect.collect(folder, tree) == 0  # the same day again: another file
     assert (tree / collect.RESULTS / name.replace(".json", "-2.json")).exists()
     assert len(json.loads((tree / collect.TILES).read_text())["lines"]) == len(lines)
+
+
+def test_a_second_card_of_a_target_gets_lines_of_its_own(measured: Any, tree: Path) -> None:
+    folder, data = measured
+    for card in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        data["stages"]["facts"]["cases"]["machine"]["card"] = card
+        write_json(folder / "results.json", data)
+        assert collect.collect(folder, tree) == 0
+    lines = json.loads((tree / collect.TILES).read_text())["lines"]
+    others = [line for line in lines if "target" in line]
+    assert {line["source"].partition("-")[0] for line in others} == {f"{collect.RESULTS}/h100"}
+    assert {line["device"] for line in lines if "device" in line} == {"NVIDIA H100 80GB HBM3", "NVIDIA H200"}
+    assert len(lines) == 3 * len(others)
 
 
 def test_tiles_need_conformance_on_the_same_kernels(measured: Any, tree: Path) -> None:
