@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from .collect import PAGE, all_results
-from .report import HOST_COLUMNS, INPUT_COLUMNS, bench_rows, host_rows, input_rows, model_rows
+from .report import (
+    BENCH_COLUMNS,
+    HOST_COLUMNS,
+    INPUT_COLUMNS,
+    MODEL_COLUMNS,
+    bench_rows,
+    host_rows,
+    input_rows,
+    model_rows,
+)
 from .results import ROOT
 
 # Target -> cards of it. Compiled for: where tests/kernels/triton compiles the kernels ahead
@@ -108,47 +117,28 @@ def questions(found: Found, root: Path) -> str:
 
 def products(found: Found, root: Path) -> str:
     """The goals of each card's newest run that has them."""
-    parts = []
-    for data in _newest(found, "bench"):
-        columns = (
-            "case",
-            "kernel",
-            "us",
-            "bf16 us",
-            "x bf16",
-            "spread",
-            "of copy rate",
-            "tuned tile",
-            "goal",
-            "",
-            "others",
-        )
-        rows = bench_rows(data["stages"]["bench"]["cases"])
-        parts.append(f"{_heading(data)}\n\n{markdown(columns, rows)}")
-    return "\n\n".join(parts) or "No results."
+    columns = {"of copy": "of copy rate", "tuned": "tuned tile"}
+    return _tables(found, "bench", [columns.get(name, name) for name in BENCH_COLUMNS], bench_rows)
 
 
 def inputs(found: Found, root: Path) -> str:
-    parts = []
-    for data in _newest(found, "bench"):
-        rows = input_rows(data["stages"]["bench"]["cases"])
-        parts += [f"{_heading(data)}\n\n{markdown(INPUT_COLUMNS, rows)}"] if rows else []
-    return "\n\n".join(parts) or "No results."
+    return _tables(found, "bench", INPUT_COLUMNS, input_rows)
 
 
 def hosts(found: Found, root: Path) -> str:
-    parts = []
-    for data in _newest(found, "bench"):
-        rows = host_rows(data["stages"]["bench"]["cases"])
-        parts += [f"{_heading(data)}\n\n{markdown(HOST_COLUMNS, rows)}"] if rows else []
-    return "\n\n".join(parts) or "No results."
+    return _tables(found, "bench", HOST_COLUMNS, host_rows)
 
 
 def models(found: Found, root: Path) -> str:
+    return _tables(found, "model", ("case", *MODEL_COLUMNS[1:]), model_rows)
+
+
+def _tables(found: Found, stage: str, columns: Sequence[str], rows_of: Callable[[Any], list[tuple[str, ...]]]) -> str:
+    """A table for each card whose newest run has rows."""
     parts = []
-    for data in _newest(found, "model"):
-        columns = ("case", "us", "tokens/s", "x bf16", "spread", "goal", "")
-        parts.append(f"{_heading(data)}\n\n{markdown(columns, model_rows(data['stages']['model']['cases']))}")
+    for data in _newest(found, stage):
+        rows = rows_of(data["stages"][stage]["cases"])
+        parts += [f"{_heading(data)}\n\n{markdown(columns, rows)}"] if rows else []
     return "\n\n".join(parts) or "No results."
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..core.tensor import AffineQuantizedTensor
 from .block_description import BlockDescription
-from .detect_changes import attributes, module_classes
+from .detect_changes import attributes, module_classes, own_class
 from .examples import Observed
 
 _INDEX = ("layer_idx", "layer_id", "layer_index", "layer_number")  # attributes of a block or its attention
@@ -32,7 +32,7 @@ def described_as(
     if [place[:2] for place in own] != [place[:2] for place in description.attributes]:
         return None
     pairs = [(a[1], a[2], b[2]) for a, b in zip(own, description.attributes, strict=True)]
-    different = [(name, a, b) for name, a, b in pairs if type(a) is not type(b) or a != b]
+    different = [(name, a, b) for name, a, b in pairs if not _equal_values(a, b)]
     if any(name not in _INDEX or type(a) is not int or a != different[0][1] for name, a, _ in different):
         return None
     layer = description.layer
@@ -52,7 +52,7 @@ def _equal_modules(a: nn.Module, b: nn.Module) -> bool:
     tensors = [(x, y) for held in ("_parameters", "_buffers") for x, y in _pairs(getattr(a, held), getattr(b, held))]
     if not all(_equal_tensors(x, y) for x, y in tensors):
         return False
-    if isinstance(a, nn.Linear):
+    if own_class(a) is nn.Linear:
         return True
     ours, theirs = ({k: v for k, v in m.__dict__.items() if k not in _COMPARED} for m in (a, b))
     if ours.keys() != theirs.keys():
@@ -72,8 +72,17 @@ def _same_value(a: Any, b: Any) -> bool:
     if type(a) is type(b) is set:  # names of buffers
         return bool(a == b)
     if type(a) is type(b) is partial:
-        return a.func is b.func and a.args == b.args and a.keywords == b.keywords
+        values = [(a.args, b.args), (tuple(a.keywords.items()), tuple(b.keywords.items()))]
+        return a.func is b.func and all(_equal_values(x, y) for x, y in values)
     return a is b or getattr(a, "__func__", a) is getattr(b, "__func__", None)
+
+
+def _equal_values(a: Any, b: Any) -> bool:
+    """Whether they are the same object, or equal numbers, strings or tuples of them. Others count as different: tensors
+    in a tuple have no == that is one bool."""
+    if type(a) is type(b) is tuple:
+        return len(a) == len(b) and all(map(_equal_values, a, b))
+    return a is b or (type(a) is type(b) and isinstance(a, (bool, int, float, str)) and a == b)
 
 
 def _equal_tensors(a: Tensor | None, b: Tensor | None) -> bool:
@@ -98,5 +107,5 @@ def _same_argument(a: Any, b: Any) -> bool:
     if isinstance(a, (tuple, list)):
         return len(a) == len(b) and all(map(_same_argument, a, b))
     if a is None or isinstance(a, (bool, int, float, str)):
-        return bool(a == b)
+        return _equal_values(a, b)
     return True  # caches: of the same type

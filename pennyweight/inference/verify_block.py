@@ -79,7 +79,7 @@ def _twin(description: BlockDescription, kwargs: dict[str, Any]) -> tuple[dict[s
 
 def _cases(
     description: BlockDescription, observed: Observed, shapes: Sequence[tuple[int, int]] = SHAPES,
-    caches_of: Sequence[Any] | None = None,
+    makers: Sequence[Any] | None = None,
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:  # fmt: skip
     random = Random(1)
     a = description.arguments
@@ -91,7 +91,7 @@ def _cases(
             kwargs = _arguments(description, observed, batch, tokens, 0, mask, random)
             yield f"batch {batch}, {tokens} tokens, {mask}", [kwargs]
     if a.cache:
-        for make in _caches(bool(a.states)) if caches_of is None else caches_of:
+        for make in _caches(bool(a.states)) if makers is None else makers:
             for mask in masks[1:]:
                 caches = make(), make()
                 calls: list[dict[str, Any]] = []

@@ -98,6 +98,25 @@ def linear_arguments(
     return (x if readable(x) else rows(x, k, (dtype,), device, wide=True)), bias
 
 
+def linear_kernel(
+    product: Callable[[Tensor, Any, Tensor | None], Tensor], n: int, k: int, dtype: torch.dtype
+) -> Callable[[Tensor, Any, Tensor | None], Tensor | None]:
+    """run(x [.., K], operand, bias) of a kernel: ``product`` gives y [M, N] for x [M, K] and bias as
+    :func:`linear_arguments` checks them, at least one row. operand: has ``device`` and ``perm``."""
+
+    def run(x: Tensor, w: Any, bias: Tensor | None) -> Tensor | None:
+        axes = x.shape
+        given = linear_arguments(x, bias, n, k, dtype, w.device, w.perm)
+        if given is None:
+            return None
+        x, bias = given
+        if not x.numel():
+            return x.new_empty((*axes[:-1], n))
+        return product(x.view(-1, k), w, bias).view(*axes[:-1], n)
+
+    return run
+
+
 def readable(t: Tensor) -> bool:
     """Whether a kernel may read a plain tensor as it is: contiguous, at a multiple of 16 bytes."""
     return t.is_contiguous() and not t.data_ptr() % ALIGNMENT

@@ -138,3 +138,11 @@ def test_a_block_that_computes_something_else_is_not_fused(monkeypatch: pytest.M
         pw.inference.thaw_(model)
         assert (states(model(**given)) - y).abs().max() < 1e-4
     assert blocks_of(report)["model.layers.0"] == ""
+
+
+def test_tuples_of_tensors_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, model = counted(monkeypatch), model_of("llama")
+    for layer in model.model.layers:
+        layer.mlp.extra = (torch.zeros(2), 1)
+    pw.fuse_(model)
+    assert names == ["model.layers.0", "model.layers.1"]

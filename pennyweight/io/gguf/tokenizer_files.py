@@ -59,8 +59,9 @@ def tokenizer_files(kv: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]
         },
         "tokenizer_config.json": _settings(kv, kind, tokens, special, add, notes),
     }
-    # without an indent, json uses its encoder in C: a vocabulary has a hundred thousand lines
-    texts = {name: json.dumps(data, ensure_ascii=False) + "\n" for name, data in files.items()}
+    # without an indent, json uses its encoder in C: a vocabulary would have a hundred thousand lines
+    indents = {"tokenizer.json": None, "tokenizer_config.json": 2}
+    texts = {name: json.dumps(files[name], indent=n, ensure_ascii=False) + "\n" for name, n in indents.items()}
     return {name: text.encode() for name, text in texts.items()}, notes
 
 

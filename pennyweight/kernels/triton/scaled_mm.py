@@ -177,23 +177,15 @@ def bind_static(spec: QuantSpec, act: ActivationSpec, shape: tuple[int, ...], dt
     n, k = shape
     encode = quantize.quantizer(act, dtype)
 
-    def run(x: Tensor, w: Operand, bias: Tensor | None) -> Tensor | None:
-        axes = x.shape
-        given = gpu_arguments.linear_arguments(x, bias, n, k, dtype, w.device, w.perm)
-        if given is None:
-            return None
-        x, bias = given
-        m = x.numel() // k
-        if m == 0:
-            return x.new_empty((*axes[:-1], n))
-        q = encode(x.view(m, k), w.act_scale, w.act_zero_point)
+    def product(x: Tensor, w: Operand, bias: Tensor | None) -> Tensor:
+        q = encode(x, w.act_scale, w.act_zero_point)
         target, _, processors = card(w.device)
-        tile = choose(spec.format, target, tiles.bucket(m), n, dtype, processors)
+        tile = choose(spec.format, target, tiles.bucket(x.shape[0]), n, dtype, processors)
         if tile is None:
-            return float8_product(q, w.codes, w.scale, bias, dtype).view(*axes[:-1], n)
-        return launch(q.codes, q.scale, w, bias, dtype, tile, processors).view(*axes[:-1], n)
+            return float8_product(q, w.codes, w.scale, bias, dtype)
+        return launch(q.codes, q.scale, w, bias, dtype, tile, processors)
 
-    return Bound(run, lambda parts: operand(spec, shape, parts))
+    return Bound(gpu_arguments.linear_kernel(product, n, k, dtype), lambda parts: operand(spec, shape, parts))
 
 
 def accepts(f: Format, case: Case) -> bool | str:

@@ -276,17 +276,10 @@ def bind_static(static: Static, spec: QuantSpec, act: ActivationSpec | None = No
     launches: dict[tuple[int, torch.dtype | None, torch.device], Launch | None] = {}
     fake_quantized = None if act is None else quantize.quantizer(act, dtype, values=True)
 
-    def run(x: Tensor, w: Operand, bias: Tensor | None) -> Tensor | None:
-        shape = x.shape
-        given = gpu_arguments.linear_arguments(x, bias, n, k, dtype, w.device, w.perm)
-        if given is None:
-            return None
-        x, bias = given
-        m = x.numel() // k
-        if m == 0:
-            return x.new_empty((*shape[:-1], n))
+    def product(x: Tensor, w: Operand, bias: Tensor | None) -> Tensor:
         if fake_quantized is not None:
-            x = fake_quantized(x.view(m, k), w.act_scale, w.act_zero_point).codes
+            x = fake_quantized(x, w.act_scale, w.act_zero_point).codes
+        m = x.shape[0]
         key = (m, None if bias is None else bias.dtype, w.device)
         if key in launches:
             found = launches[key]
@@ -296,9 +289,8 @@ def bind_static(static: Static, spec: QuantSpec, act: ActivationSpec | None = No
                 launches.clear()
             launches[key] = found
         if found is None:
-            y = F.linear(x.view(m, k), dequantize(w, static), None if bias is None else bias.to(dtype))
-            return y.view(*shape[:-1], n)
-        y = torch.empty((*shape[:-1], n), dtype=dtype, device=w.device)
+            return F.linear(x, dequantize(w, static), None if bias is None else bias.to(dtype))
+        y = torch.empty((m, n), dtype=dtype, device=w.device)
         found(x, w, bias, y)
         return y
 
@@ -307,7 +299,7 @@ def bind_static(static: Static, spec: QuantSpec, act: ActivationSpec | None = No
         tile = tiles.choose(target, name, static.decoding, tiles.bucket(m), small=static.small, offset=static.offset)
         return None if tile is None else Launch(static, m, tile, processors, bias)
 
-    return Bound(run, lambda parts: operand(static, spec, parts))
+    return Bound(gpu_arguments.linear_kernel(product, n, k, dtype), lambda parts: operand(static, spec, parts))
 
 
 def run_tile(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None, tile: Tile | None) -> Tensor:
