@@ -44,10 +44,11 @@ class Reader:
         self.roles |= {a.states: "states", a.states_mask: "states mask"}
         self.roles.pop("", None)
         self.roles |= dict.fromkeys(a.unused, "unused")
+        self.forward = own_class(block).forward
         # the block was recognized with these values; an argument that is not given has its default
         defaults = {
             name: p.default
-            for name, p in inspect.signature(own_class(block).forward).parameters.items()
+            for name, p in inspect.signature(self.forward).parameters.items()
             if p.default is not p.empty
         }
         self.effective = {**defaults, **a.constants}
@@ -58,6 +59,14 @@ class Reader:
         for layer in layers:
             self.parameters += [p for p in layer._parameters.values() if p is not None]
         self.rotated = max((getattr(step, "rotated", 0) for step in description.steps), default=0)
+
+    def reads_alike(self, other: Reader) -> bool:
+        """Whether both read a call in the same way, if no gradients are enabled."""
+        ours, theirs = self.description, other.description
+        return self is other or (
+            ours.arguments is theirs.arguments and ours.steps is theirs.steps and ours.dtype is theirs.dtype
+            and ours.widths is theirs.widths and self.forward is other.forward
+        )  # fmt: skip
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Read | str:
         """The arguments, or the reason why the call is not fused."""

@@ -69,6 +69,11 @@ def room(layer: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Ro
     library = sys.modules["transformers.cache_utils"]
     batch, heads, tokens, channels = shape
     keys, values = layer.keys, layer.values
+    grown = _GROWN.get(layer)
+    if grown is not None and grown.holds(layer) and type(layer) is library.DynamicLayer:  # its buffers are ours
+        past = keys.shape[2]
+        if (batch, heads, past, channels) == keys.shape and keys.dtype is dtype and not _needs_gradient(keys, values):
+            return Room(past, past + tokens, shape, dtype)
     coded = None
     if type(layer) is library.DynamicLayer or quantizes(layer):
         filled = past = 0 if not layer.is_initialized or keys.numel() == 0 else keys.shape[-2]
@@ -96,9 +101,13 @@ def room(layer: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Ro
             return None
         if keys.is_neg() or values.is_neg():
             return None
-        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+        if _needs_gradient(keys, values):
             return None  # a trained prefix
     return Room(past, length, shape, dtype, coded, 0 if coded is None else coded[0].shape[2])
+
+
+def _needs_gradient(keys: Tensor, values: Tensor) -> bool:
+    return torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
 
 
 def quantizes(layer: Any) -> bool:

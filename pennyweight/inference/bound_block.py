@@ -23,6 +23,10 @@ Kept = dict[int, Tensor]
 CHOICE = "_attn_implementation_internal"  # in a config of transformers: the attention function
 
 
+def no_block() -> None:
+    """In place of a weak reference."""
+
+
 class Runner(Protocol):
     """``run``: None if native code cannot take the call. ``converted``: whether a parameter has another dtype or
     device than when the steps were compiled."""
@@ -69,6 +73,9 @@ class Bound:
         self.watch = Watch(block, _trains, _choice(block, description))
         self.reader = Reader(block, description)
         self.expired = False  # native code found a parameter that changed its memory
+        self.next: Callable[[], Bound | None] = no_block  # the fused block that gets the output of this one
+        self.stack: Any = None  # of the blocks that follow; see lazy_output.py
+        self.tries = 0
 
     def part(self, begin: int, end: int) -> Part:
         """Some of the steps, compiled at the first use."""
@@ -112,12 +119,10 @@ class Bound:
         description, heads = self.description, self.description.heads
         shape = (batch, heads.shared, tokens, heads.size)
         if cache is None or not description.cached:
-            if call.mask is not None and (reason := mask_refusal(call.mask, batch, heads.query, tokens, tokens)):
-                return reason
-            call.causal |= description.causal and call.mask is None
+            if isinstance(made := self.call_for(call, batch, tokens, None), str):
+                return made
             if description.cached:
-                call.keys, call.values = _empty(shape, x.dtype), _empty(shape, x.dtype)
-                call.length = tokens
+                call.keys, call.values = self.no_cache(batch, tokens, x.dtype)
             return self._native(self.whole, x, call, kept)
         if self.whole.runner.converted():  # the block's own forward gives another dtype
             self.expired = True
@@ -127,17 +132,33 @@ class Bound:
         room = None if layer is None else block_cache.room(layer, shape, x.dtype)
         if room is None or (room.codes and tokens > 1 and call.mask is None):  # which tokens are seen then: see _limit
             return self._in_two_parts(x, call, cache, shape, kept)
-        length = room.codes + room.length
-        if call.mask is not None and (reason := mask_refusal(call.mask, batch, heads.query, tokens, length)):
-            return reason
+        if isinstance(made := self.call_for(call, batch, tokens, room), str):
+            return made
         call.keys, call.values = block_cache.take(layer, room)
-        call.past, call.length, call.coded = room.past, room.length, room.coded
-        if room.coded is None:
-            self._limit(call, tokens)
         y = self._finished(self.whole, x, call, kept)
         if block_cache.quantizes(layer):
             layer.quantize_old()
         return y
+
+    def call_for(self, call: Call, batch: int, tokens: int, room: block_cache.Room | None) -> Call | str:
+        """The call, with the place of its tokens in a cache, if there is one; or the reason why it is not fused."""
+        length = tokens if room is None else room.codes + room.length
+        mask, query = call.mask, self.description.heads.query
+        if mask is not None and (reason := mask_refusal(mask, batch, query, tokens, length)):
+            return reason
+        if room is None:
+            call.causal |= self.description.causal and mask is None
+            call.length = tokens if self.description.cached else 0
+            return call
+        call.past, call.length, call.coded = room.past, room.length, room.coded
+        if room.coded is None:
+            self._limit(call, tokens)
+        return call
+
+    def no_cache(self, batch: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Memory for keys and values [batch, heads, tokens, channels] of a call without a cache."""
+        shape = batch, self.description.heads.shared, tokens, self.description.heads.size
+        return _empty(shape, dtype), _empty(shape, dtype)
 
     def _attend_twice(self, x: Tensor, read: Read, kept: Kept, across: CrossAttention) -> Tensor | str:
         """With cross-attention, whose keys and values are computed once for all calls with a cache."""

@@ -97,18 +97,23 @@ class Watch:
 
     def hooked(self) -> bool:
         """Whether a hook needs inputs or outputs of inner modules."""
-        if not any(self.hooks) and not any(_GLOBAL_HOOKS):
-            return False
-        # transformers leaves hooks that are inactive in most calls
-        library = sys.modules.get(_CAPTURING)
-        if library is None or any(_GLOBAL_HOOKS):
-            return True
-        collector = library._active_collector.get()
-        for hooks in self.hooks:
-            for hook in hooks.values():
-                if getattr(hook, "__module__", "") != _CAPTURING or getattr(hook, "__closure__", None) is None:
-                    return True
-                cells = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))
-                if collector is not None and cells["key"].cell_contents in collector:
-                    return True
+        return has_hooks(self.hooks)
+
+
+def has_hooks(hooks: Iterable[Any]) -> bool:
+    """Whether one of these, or of all modules' hooks, acts in this call."""
+    if not any(hooks) and not any(_GLOBAL_HOOKS):
         return False
+    # transformers leaves hooks that are inactive in most calls
+    library = sys.modules.get(_CAPTURING)
+    if library is None or any(_GLOBAL_HOOKS):
+        return True
+    collector = library._active_collector.get()
+    for one in hooks:
+        for hook in one.values():
+            if getattr(hook, "__module__", "") != _CAPTURING or getattr(hook, "__closure__", None) is None:
+                return True
+            cells = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))
+            if collector is not None and cells["key"].cell_contents in collector:
+                return True
+    return False

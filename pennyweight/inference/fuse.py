@@ -26,7 +26,8 @@ from .examples import Observed, candidates, examples, observe, roots
 from .freeze import freeze_, with_scheme
 from .fuse_conv_net import FusedConvNet, chained_convolutions, fuse_nets
 from .fused_module import FusedModule, Kind, fuse_class_
-from .verify_block import run_checked, verify
+from .lazy_output import call_alone, lazy_call
+from .verify_block import checks_enabled, run_checked, verify
 
 Known = tuple[nn.Module, Observed, BlockDescription]
 
@@ -81,6 +82,12 @@ class FusedBlock(FusedModule):
 
     fused_kind = Kind("block", "block", _refused, _bind, run_checked, _weights, _about)
     description: BlockDescription
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not args or torch.compiler.is_compiling():
+            return FusedModule.forward(self, *args, **kwargs)
+        y = None if checks_enabled() else lazy_call(self, args, kwargs)
+        return call_alone(self, args, kwargs) if y is None else y
 
 
 @check_arguments()

@@ -238,6 +238,10 @@ class Plan:
     attention: AttentionStep | None
     cached: AttentionStep | None  # reads the call's keys and values
 
+    def operands(self) -> list[Operand]:
+        """The parts of all weights."""
+        return [operand for group in self.native if isinstance(group, LinearGroup) for operand in group.operands]
+
 
 def _spans(steps: Steps) -> list[Span | None]:
     """The use of each scratch buffer. Segments are attention alone, and the steps between."""
@@ -314,6 +318,13 @@ class Structures:
         return ctypes.addressof(owner)
 
 
+def _float_kind(p: Tensor) -> int:
+    """Raises ArgumentError if a parameter was converted since the plan was made."""
+    if p.dtype not in FLOAT_KINDS:
+        raise ArgumentError(f"block: a parameter {list(p.shape)} was converted to {p.dtype}; compile the block again")
+    return FLOAT_KINDS[p.dtype]
+
+
 def _norm(s: Structures, norm: Norm | None, to: RowNorm) -> None:
     if norm is None:
         return
@@ -321,7 +332,7 @@ def _norm(s: Structures, norm: Norm | None, to: RowNorm) -> None:
     for name in ("weight", "bias"):
         p = getattr(norm, name)
         if p is not None:
-            setattr(to, f"{name}_kind", FLOAT_KINDS[p.dtype])
+            setattr(to, f"{name}_kind", _float_kind(p))
             s.numbers.append((p, to, name))
 
 
@@ -345,7 +356,7 @@ def _linear(s: Structures, g: LinearGroup) -> BlockLinear:
             a.act_zero_point = -shift
         s.parts += [(p, a, name) for name, p in named if p is not None]
         if bias is not None:
-            a.bias_kind = FLOAT_KINDS[bias.dtype]
+            a.bias_kind = _float_kind(bias)
             s.numbers.append((bias, a, "bias"))
     return to
 

@@ -15,7 +15,7 @@ def _f(kind: Any, names: str) -> Iterator[tuple[str, Any]]:
         yield name, kind
 
 
-ABI = 8
+ABI = 9
 DONE, NO_MEMORY, INVALID = range(3)  # Status
 NONE, F32, BF16, F16, E8M0, I8, U8, E4M3 = range(8)  # Kind
 FLOAT, SYMMETRIC, ASYMMETRIC, STATIC = range(4)  # Activation
@@ -197,10 +197,11 @@ class BlockStep(Structure):
 
 class Block(Structure):
     _fields_ = (
-        *_f(c_void_p, "steps buffers keys values cos sin mask"), *_f(c_int64 * 3, "key_strides value_strides"),
+        *_f(c_void_p, "steps buffers"), *_f(c_int64, "scratch"), *_f(c_int32, "step_count buffer_count"),
+        *_f(c_void_p, "keys values cos sin mask"), *_f(c_int64 * 3, "key_strides value_strides"),
         *_f(c_int64 * 2, "cos_strides sin_strides"), *_f(c_int64 * 4, "mask_strides"),
-        *_f(c_int64, "batch tokens past length window scratch coded"), *_f(c_void_p, "past_keys past_values"),
-        *_f(c_int32, "cache_kind angle_kind mask_kind causal step_count buffer_count threads"),
+        *_f(c_int64, "batch tokens past length window coded"), *_f(c_void_p, "past_keys past_values"),
+        *_f(c_int32, "cache_kind angle_kind mask_kind causal threads"),
     )
 
 
@@ -236,7 +237,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {  # name: (result, argumen
     "pw_isa_use": (_I, (c_char_p,)),
     "pw_int_linear": (_I, (_P, _P, _N, _N, _P, _P, _I, _P, _P, _P, _P, _P, _P, _P, _N, _I)),
     "pw_int_linears": (_I, (_P, _P, _I)),
-    "pw_block": (_I, (_P,)),
+    "pw_blocks": (_I, (_P, _I)),
     "pw_float_linear": (_I, (_P, _P, _N, _N, _P, _P, _I, _P, _P, _P, _P, _P, _P, _I)),
     "pw_convolution": (_I, (_P, _P)),
     "pw_conv_chain": (_I, (_P,)),

@@ -10,7 +10,7 @@
 #define PW_EXPORT __attribute__((visibility("default")))
 #endif
 
-constexpr int ABI = 8;  // incremented with each change of a structure or of an exported function's arguments
+constexpr int ABI = 9;  // incremented with each change of a structure or of an exported function's arguments
 
 // Status codes of exported functions; for pw_dequantize 1 means an index out of range.
 enum Status : int32_t { DONE = 0, NO_MEMORY = 1, INVALID = 2 };  // INVALID: inconsistent arguments, see check.h
@@ -394,15 +394,15 @@ struct BlockStep {
 struct Block {
     const BlockStep* steps;
     const Buffer* buffers;
+    int64_t scratch;  // floats per row of all scratch buffers
+    int32_t step_count, buffer_count;
     void *keys, *values;
-    const void *cos, *sin, *mask;
+    const void *cos, *sin, *mask;  // from here on equal for most blocks that run in turn
     int64_t key_strides[3], value_strides[3], cos_strides[2], sin_strides[2], mask_strides[4];
     int64_t batch, tokens, past, length, window;
-    int64_t scratch;  // floats per row of all scratch buffers
-    int64_t coded;    // keys and values that are codes, before the others; `past` and `length` do not count them
+    int64_t coded;  // keys and values that are codes, before the others; `past` and `length` do not count them
     const CacheCodes *past_keys, *past_values;  // null if there are none
-    int32_t cache_kind, angle_kind, mask_kind, causal;
-    int32_t step_count, buffer_count, threads;
+    int32_t cache_kind, angle_kind, mask_kind, causal, threads;
 };
 
 // -- optimizer steps --------------------------------------------------------------------------------------------------
@@ -488,7 +488,7 @@ PW_EXPORT int pw_int_linear(const IntLinear* w, const void* x, int64_t m, int64_
                             const void* offset, const void* outer_scale, const void* outer_offset,
                             const void* act_scale, int64_t act_zero_point, int threads);
 PW_EXPORT int pw_int_linears(const IntLinear* weights, const LinearArgs* args, int count);
-PW_EXPORT int pw_block(const Block* block);
+PW_EXPORT int pw_blocks(const Block* const* blocks, int count);
 PW_EXPORT int pw_float_linear(const FloatLinear* w, const void* x, int64_t m, int64_t ldx, void* y, const void* bias,
                               int bias_kind, const void* codes, const void* scale, const void* outer_scale,
                               const void* outer_offset, const void* offset, const void* offset_scale, int threads);

@@ -1,9 +1,10 @@
-// The steps of a transformer block in one call with one parallel region; block_steps.h has the steps.
+// The steps of transformer blocks in one call with one parallel region; block_steps.h has the steps.
 //
 // Steps are grouped into segments: attention alone, and what is between. All steps between are row by row, so with many
 // rows a thread takes a range of rows through all steps of a segment by itself: buffers that only this segment uses
 // stay in its cache, and threads need not wait for each other. With fewer rows threads share each phase of a step and
-// wait for each other between phases. With many sequences a thread takes some of them through all segments.
+// wait for each other between phases. With many sequences a thread takes some of them through all segments. Blocks of
+// one call run in turn, and a later one may read what an earlier one wrote.
 //
 // Which thread runs what, and what else is in the call, does not change a result: a row of the output depends on its
 // own row of the input (and, after attention, on its own sequence) alone.
@@ -155,27 +156,27 @@ class Execution {
     std::atomic<int64_t>* taken = nullptr;  // units of each phase
 
   public:
-    int64_t bytes;  // of memory that it needs
+    // Bytes of memory that it needs: while it runs, and of its own, from place() on.
+    int64_t working, own;
 
     Execution(const Block& call, int threads) : b(call), f{call, call.batch * call.tokens, nullptr} {
         divide(b, segments, uses);
         f.uses = uses.data();
-        int64_t more = 16 * (int64_t)b.step_count;
+        own = 16 * (int64_t)b.step_count;
         for (Segment& s : segments) {
             s.plan(f, threads);
             const Segment::Room r = s.room(f);
             per_thread = std::max(per_thread, r.buffers + r.own + (s.range ? r.inputs : 0));
             s.each([&](StepPlan& p) {
                 if (!s.range) shared = std::max(shared, p.shared(threads));
-                if (p.linear) more += whole_lines(p.linear->k.w.kp);
+                if (p.linear) own += whole_lines(p.linear->k.w.kp);
             });
         }
         scratch = whole_lines(b.scratch * f.rows * 4);
-        bytes = whole_lines(scratch + shared + per_thread * threads + more);
+        working = whole_lines(scratch + shared + per_thread * threads), own = whole_lines(own);
     }
-    void place(char* space, int threads) {
+    void place(char* space, char* free) {
         f.scratch = space, common = space + scratch;
-        char* free = common + shared + per_thread * threads;
         for (Segment& s : segments)
             s.each([&](StepPlan& p) {
                 p.fill(f);
@@ -187,13 +188,13 @@ class Execution {
         taken = (std::atomic<int64_t>*)free;
         for (int i = 0; i < 2 * b.step_count; ++i) new (taken + i) std::atomic<int64_t>(0);
     }
-    // Thread `id` of `team`.
-    void run(int id, int team) {
+    // Thread `id` of `team`. after: it reads what threads wrote before.
+    void run(int id, int team, bool after) {
         std::atomic<int64_t>* next = taken;
         char* room = common + shared + per_thread * id;
         const auto phase = [&](int64_t count, const auto& begin, const auto& run) {
 #if defined(_OPENMP)
-            if (team > 1 && next != taken) {
+            if (team > 1 && (after || next != taken)) {
 #pragma omp barrier
             }
 #endif
@@ -216,7 +217,7 @@ class Execution {
                         },
                         [&](int64_t u) { p.run(f, id, i, u, room, common); });
         }
-        (void)team;
+        (void)team, (void)after;
     }
 };
 
@@ -271,44 +272,81 @@ int64_t sequences_for(const Block& b, int threads) {
                                                                                                              : 0;
 }
 
-int block(const Block* call) {
-    const Block& b = *call;
-    if (b.batch * b.tokens == 0 || b.step_count == 0) return DONE;
-    const int threads = threads_for(b);
-    const auto parallel = [&](const auto& body) {
+// body(thread, threads) by up to `threads` threads.
+template <class Body> void parallel(int threads, const Body& body) {
 #if defined(_OPENMP)
-        if (threads > 1) {
+    if (threads > 1) {
 #pragma omp parallel num_threads(threads)
-            body(omp_get_thread_num(), omp_get_num_threads());
-            return;
-        }
+        body(omp_get_thread_num(), omp_get_num_threads());
+        return;
+    }
 #endif
-        body(0, 1);
-    };
-    if (const int64_t count = sequences_for(b, threads)) {
-        const int64_t parts = (b.batch + count - 1) / count, last = b.batch - (parts - 1) * count;
-        const int64_t bytes =
-            std::max(Execution(Sequences(b, 0, count).b, 1).bytes, Execution(Sequences(b, 0, last).b, 1).bytes);
-        char* space = block_room.get((size_t)(bytes * threads));
-        if (!space) return NO_MEMORY;
-        std::atomic<int64_t> next{0};
-        parallel([&](int id, int) {
-            for (int64_t u; (u = next.fetch_add(1)) < parts;) {
-                const Sequences part(b, u * count, u + 1 < parts ? count : last);
-                Execution e(part.b, 1);
-                e.place(space + bytes * id, 1);
-                e.run(0, 1);
-            }
-        });
-    } else {
-        Execution e(b, threads);
-        char* space = block_room.get((size_t)e.bytes);
-        if (!space) return NO_MEMORY;
-        e.place(space, threads);
-        parallel([&](int id, int team) { e.run(id, team); });
+    (void)threads;
+    body(0, 1);
+}
+
+// A block of which each thread takes `count` sequences at a time.
+int block_by_sequences(const Block& b, int threads, int64_t count) {
+    const int64_t parts = (b.batch + count - 1) / count, last = b.batch - (parts - 1) * count;
+    int64_t working = 0, own = 0;
+    for (const int64_t n : {count, last}) {
+        const Execution e(Sequences(b, 0, n).b, 1);
+        working = std::max(working, e.working), own = std::max(own, e.own);
+    }
+    char* space = block_room.get((size_t)((working + own) * threads));
+    if (!space) return NO_MEMORY;
+    std::atomic<int64_t> next{0};
+    parallel(threads, [&](int id, int) {
+        char* room = space + (working + own) * id;
+        for (int64_t u; (u = next.fetch_add(1)) < parts;) {
+            const Sequences part(b, u * count, u + 1 < parts ? count : last);
+            Execution e(part.b, 1);
+            e.place(room, room + working);
+            e.run(0, 1, false);
+        }
+    });
+    return DONE;
+}
+
+// Blocks whose steps all threads share.
+int blocks_in_turn(const Block* const* calls, int count, int threads) {
+    std::vector<Execution> each;
+    each.reserve((size_t)count);
+    int64_t working = 0, own = 0;
+    for (int i = 0; i < count; ++i) {
+        const Execution& e = each.emplace_back(*calls[i], threads);
+        working = std::max(working, e.working), own += e.own;
+    }
+    char* space = block_room.get((size_t)(working + own));
+    if (!space) return NO_MEMORY;
+    char* free = space + working;
+    for (Execution& e : each) e.place(space, free), free += e.own;
+    parallel(threads, [&](int id, int team) {
+        for (Execution& e : each) e.run(id, team, &e != each.data());
+    });
+    return DONE;
+}
+
+int blocks(const Block* const* calls, int count) {
+    int status = DONE;
+    for (int i = 0; i < count && status == DONE;) {
+        int together = 0, threads = 1;
+        int64_t sequences = 0;
+        for (; i + together < count; ++together) {
+            const Block& b = *calls[i + together];
+            if (b.batch * b.tokens == 0 || b.step_count == 0) break;
+            const int wanted = threads_for(b);
+            sequences = sequences_for(b, wanted);
+            if (sequences && !together) threads = wanted;
+            if (sequences) break;
+            threads = std::max(threads, wanted);
+        }
+        if (together) status = blocks_in_turn(calls + i, together, threads);
+        else if (sequences) status = block_by_sequences(*calls[i], threads, sequences);
+        i += std::max(together, 1);
     }
     block_room.trim();
-    return DONE;
+    return status;
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Argument rules of pw_block, see check.h.
+// Argument rules of pw_blocks, see check.h.
 #pragma once
 
 #include "check_attention.h"
@@ -124,8 +124,7 @@ inline bool block_attention(Arguments& c, const Block& b, const BlockAttention& 
     return c.fit();
 }
 
-inline bool block(const char* function, const Block* call) {
-    Arguments c(function);
+inline bool block(Arguments& c, const Block* call) {
     c.memory("block", call, 1, sizeof *call);
     if (!c.fit()) return false;
     const Block& b = *call;
@@ -166,6 +165,14 @@ inline bool block(const char* function, const Block* call) {
                                     : !block_attention(c, b, *s.attention))
             return false;
     }
+    return c.fit();
+}
+
+inline bool blocks(const char* function, const Block* const* calls, int count) {
+    Arguments c(function);
+    if (!c.must(within(count, 0, 1 << 16), "a count of blocks from 0 to 65536")) return false;
+    c.memory("blocks", calls, count, sizeof *calls);
+    for (int i = 0; i < count && c.fit(); ++i) block(c, calls[i]);
     return c.fit();
 }
 

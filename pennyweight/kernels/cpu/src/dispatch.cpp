@@ -150,10 +150,10 @@ PW_EXPORT int pw_int_linears(const IntLinear* weights, const LinearArgs* args, i
     if (!check::int_linears("pw_int_linears", weights, args, count)) return INVALID;
     return count ? table().int_linear(weights, args, count) : DONE;
 }
-// The steps of a transformer block; see block.h.
-PW_EXPORT int pw_block(const Block* block) {
-    if (!check::block("pw_block", block)) return INVALID;
-    return table().block(block);
+// The steps of transformer blocks that run in turn; see block.h.
+PW_EXPORT int pw_blocks(const Block* const* blocks, int count) {
+    if (!check::blocks("pw_blocks", blocks, count)) return INVALID;
+    return table().blocks(blocks, count);
 }
 PW_EXPORT int pw_float_linear(const FloatLinear* w, const void* x, int64_t m, int64_t ldx, void* y, const void* bias,
                               int bias_kind, const void* codes, const void* scale, const void* outer_scale,

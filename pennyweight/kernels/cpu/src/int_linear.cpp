@@ -56,7 +56,7 @@ int int_linear(const IntLinear* weights, const LinearArgs* args, int count) {
 
 PW_PART(int_linear) {
     table->int_linear = int_linear;
-    table->block = block;
+    table->blocks = blocks;
     table->attention = attention;
     table->rotary = rotary;
     table->probe[PROBE_INT8] = probe_threads<probe_int8>;

@@ -10,7 +10,7 @@ enum Probe : int32_t { PROBE_READ = 0, PROBE_INT8 = 1, PROBE_BF16 = 2, PROBE_F32
 
 struct Table {
     int (*int_linear)(const IntLinear*, const LinearArgs*, int count);
-    int (*block)(const Block*);
+    int (*blocks)(const Block* const*, int count);
     int (*float_linear)(const FloatLinear*, const FloatArgs*);
     int (*convolution)(const Conv*, const ConvArgs*);
     void (*pack_codes)(const uint8_t*, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads);

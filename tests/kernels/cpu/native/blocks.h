@@ -57,6 +57,9 @@ struct LinearCase {
     BlockStep as_step() const { return {(const BlockLinear*)step->data(), nullptr, nullptr, nullptr, STEP_LINEAR}; }
 };
 
+int64_t run(const Block* one) { return pw_blocks(&one, 1); }
+int64_t run(const Room& one) { return run((const Block*)one.data()); }
+
 // Linear layers with a normalized input that is kept, a gated one, one with a residual, and a normalization.
 void block() {
     const int64_t k = columns_of(), n = rows_of(), f = rows_of(),
@@ -110,13 +113,13 @@ void block() {
         call.threads = threads, calls.push_back(std::make_unique<Room>(LinearCase::bytes(std::vector<Block>{call})));
     char what[200];
     snprintf(what, sizeof what,
-             "pw_block k %ld n %ld f %ld rows %ld x %d halves %d functions %d %d %d acts %d %d %d norms %d %d %d "
+             "pw_blocks k %ld n %ld f %ld rows %ld x %d halves %d functions %d %d %d acts %d %d %d norms %d %d %d "
              "residual %d",
              (long)k, (long)n, (long)f, (long)rows, x, halves, first.s.function, second.s.function, third.s.function,
              first.weights[0].act, second.weights[0].act, third.weights[0].act, before.n.kind, middle.n.kind,
              after.n.kind, third.s.residual);
     compare(what, {{y, x}, {kept, F32}},
-            [&](int threads) { return pw_block((const Block*)calls[(size_t)threads - 1]->data()); });
+            [&](int threads) { return run(*calls[(size_t)threads - 1]); });
 
     struct Parts {  // to be broken
         std::vector<BlockStep> steps;
@@ -134,13 +137,15 @@ void block() {
             p.call.steps = p.steps.data(), p.call.buffers = p.buffers.data(), p.call.batch = std::max<int64_t>(rows, 1),
             p.call.tokens = 1;
             change(p);
-            return (int64_t)pw_block(&p.call);
+            return run(&p.call);
         };
     };
     using P = Parts;
-    refuse("pw_block",
+    refuse("pw_blocks",
            {
-               {"no block", [] { return (int64_t)pw_block(nullptr); }},
+               {"no block", [] { return run((const Block*)nullptr); }},
+               {"no blocks", [] { return (int64_t)pw_blocks(nullptr, 1); }},
+               {"count", [] { return (int64_t)pw_blocks(nullptr, -1); }},
                {"batch", with([](P& p) { p.call.batch = -1; })},
                {"rows", with([](P& p) { p.call.batch = p.call.tokens = (int64_t)1 << 39; })},
                {"scratch", with([](P& p) { p.call.scratch = -1; })},
@@ -244,19 +249,40 @@ void block_attention() {
         mask = std::make_unique<Room>(b.mask_kind == U8 ? Bytes((size_t)n, 1) : numbers(b.mask_kind, n));
         b.mask = mask->data();
     }
-    std::vector<std::unique_ptr<Room>> calls;  // of 1 thread, of 2, ..
-    for (b.threads = 1; b.threads <= (mode == COMPARE ? 4 : 1); ++b.threads)
-        calls.push_back(std::make_unique<Room>(LinearCase::bytes(std::vector<Block>{b})));
+    // A second block of the same steps reads what the first one writes.
+    const Room y2(y.size()), keys2(old_keys), values2(old_values);
+    const Room buffers2(LinearCase::bytes(std::vector<Buffer>{
+        {y.pointer(), k, 0, x}, {y2.pointer(), k, 0, x}, {nullptr, columns, 0, F32}, {nullptr, width, up_columns, F32}}));
+    std::vector<std::unique_ptr<Room>> calls, pairs;  // of 1 thread, of 2, ..
+    for (b.threads = 1; b.threads <= (mode == COMPARE ? 4 : 1); ++b.threads) {
+        Block next = b;
+        next.buffers = (const Buffer*)buffers2.data(), next.keys = keys2.pointer(), next.values = values2.pointer();
+        for (const Block& one : {b, next}) calls.push_back(std::make_unique<Room>(LinearCase::bytes(std::vector{one})));
+        pairs.push_back(std::make_unique<Room>(LinearCase::bytes(
+            std::vector{(const Block*)calls.end()[-2]->data(), (const Block*)calls.back()->data()})));
+    }
     b.threads = 1;
     char what[200];
     snprintf(what, sizeof what,
-             "pw_block with attention %ld x %ld k %ld heads %d of %d size %d past %ld cached %d rotation %d of %d "
+             "pw_blocks with attention %ld x %ld k %ld heads %d of %d size %d past %ld cached %d rotation %d of %d "
              "kinds %d %d mask %d window %ld",
              (long)batch, (long)tokens, (long)k, h.heads, h.shared, size, (long)past, cached, r.rotation, r.rotated, x,
              b.cache_kind, b.mask ? b.mask_kind : 0, (long)b.window);
+    bool alone = mode == COMPARE;  // the first time: each in a call of its own
     compare(
-        what, {{y, x}, {keys, b.cache_kind, 0, old_keys}, {values, b.cache_kind, 0, old_values}},
-        [&](int threads) { return pw_block((const Block*)calls[(size_t)threads - 1]->data()); }, !wild);
+        what,
+        {{y, x},
+         {y2, x},
+         {keys, b.cache_kind, 0, old_keys},
+         {values, b.cache_kind, 0, old_values},
+         {keys2, b.cache_kind, 0, old_keys},
+         {values2, b.cache_kind, 0, old_values}},
+        [&](int threads) {
+            const auto* pair = (const Block* const*)pairs[(size_t)threads - 1]->data();
+            if (!std::exchange(alone, false)) return (int64_t)pw_blocks(pair, 2);
+            return std::max(run(pair[0]), run(pair[1]));
+        },
+        !wild);
     if (!cached) return;
 
     struct Parts {  // to be broken
@@ -272,11 +298,11 @@ void block_attention() {
             p.call.steps = s.data();
             change(p);
             if (!p.call.steps) s[1].rotary = nullptr, p.call.steps = s.data();
-            return (int64_t)pw_block(&p.call);
+            return run(&p.call);
         };
     };
     using P = Parts;
-    refuse("pw_block", {
+    refuse("pw_blocks", {
                            {"no rotary", with([](P& p) { p.call.steps = nullptr; })},
                            {"batch", with([](P& p) { p.call.batch = -1; })},
                            {"tokens", with([](P& p) { p.call.tokens = -1; })},
