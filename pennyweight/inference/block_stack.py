@@ -55,7 +55,9 @@ class BlockStack:
             raise Refusal("needs blocks that share no weights")
         self.bounds, self.native = tuple(bounds), NativeStack(natives)
         modules = [bound.module() for bound in bounds]
-        self.classes = [type(module) for module in modules]
+        self.classes: list[Any] = [type(module) for module in modules]
+        if any(getattr(cls, "bound", None) is not bound for cls, bound in zip(self.classes, bounds, strict=True)):
+            raise Refusal("needs blocks that are still fused")
         self.links = [bound.next for bound in bounds]
         self.watched = tuple(
             tuple(entry for bound in bounds for entry in getattr(bound.watch, name))

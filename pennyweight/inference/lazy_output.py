@@ -5,7 +5,9 @@ A pass of a model calls one block after the other. From the second pass on the f
 output, at any time, runs the blocks so far and gets their values: an operation, a hook, a copy, another library. What
 was called is the same in both cases, and so are the results.
 
-Only calls without gradients and with few rows are lazy. Arguments are compared by identity from block to block.
+Only calls without gradients and with few rows are lazy. The input and the other tensors are copied, because a caller
+may write to them before the blocks run. Between two blocks that is seen too, by the tensors' versions; tensors of
+inference mode have none, and for them it is looked at once, when it is found out which block follows which.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from ..kernels.block import Call
 from .block_arguments import Read
 from .block_stack import BlockStack, stack_of
 from .bound_block import no_block
@@ -27,7 +30,7 @@ from .fused_module import FusedModule
 
 MOST = 1 << 16  # numbers of a lazy output: with more, one parallel region more costs nothing
 TRIES = 4  # notes of who follows a block
-COMPARED = 1 << 22  # numbers of arguments that are compared to see whether a caller writes to them between blocks
+MOST_COPIED = 1 << 18  # numbers of the other tensors of a lazy call, which are copied
 
 # What a lazy output has before it is computed.
 _PROPERTIES = {
@@ -64,6 +67,16 @@ class _Arguments:
         )  # fmt: skip
 
 
+def _copied(call: Call) -> bool:
+    """Copy the tensors of a call. False: they are large."""
+    given = [(name, t) for name in ("cos", "sin", "mask") if (t := getattr(call, name)) is not None]
+    if sum(t.numel() for _, t in given) > MOST_COPIED:
+        return False
+    for name, t in given:
+        setattr(call, name, t.clone())
+    return True
+
+
 class Pass:
     """Calls of fused blocks, each on the output of the one before it. Threads may share it."""
 
@@ -93,7 +106,7 @@ class Pass:
                 break
         else:
             read = reader.read((self.x, *rest), kwargs)
-            if isinstance(read, str):
+            if isinstance(read, str) or not _copied(read.call):
                 return False
             group = len(self.arguments)
             self.arguments.append(_Arguments(reader, rest, kwargs, read))
@@ -177,6 +190,12 @@ class LazyOutput(Tensor):
 
 def computed(tree: Any) -> Any:
     """The same with values instead of lazy outputs. Raises MemoryError."""
+    if torch.compiler.is_dynamo_compiling():  # the blocks run outside of the graph
+        return torch.compiler.disable(_values)(tree)  # type: ignore[no-untyped-call]
+    return _values(tree)
+
+
+def _values(tree: Any) -> Any:
     return pytree.tree_map_only(LazyOutput, LazyOutput.value, tree)
 
 
@@ -198,7 +217,10 @@ def lazy_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     stack = bound.stack
     if stack is None or not stack.linked():
         stack = bound.stack = stack_of(bound)
-    if stack is None or not stack.unseen():
+    if stack is None:
+        bound.next = no_block
+        return None
+    if not stack.unseen():
         return None
     calls = Pass(stack, x.clone())  # the caller may write to x before the blocks run
     return bound.reader.returned(LazyOutput(calls, 0), args, kwargs) if calls.add(module, args, kwargs) else None
@@ -221,7 +243,7 @@ class _Last:
     def __init__(self, y: Tensor, bound: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.output, self.bound = weakref.ref(y), weakref.ref(bound)
         found = [t for t in tensors_of(args[1:], kwargs) if t.device.type == "cpu"]
-        small = sum(t.numel() for t in found) <= COMPARED
+        small = sum(t.numel() for t in found) <= MOST_COPIED
         self.compared = small
         self.arguments = [(weakref.ref(t), t.clone()) for t in found if small]
 

@@ -1,6 +1,8 @@
 // Cases of the steps of a transformer block.
 #pragma once
 
+#include <utility>
+
 #include "attention.h"
 #include "linears.h"
 
@@ -280,7 +282,8 @@ void block_attention() {
         [&](int threads) {
             const auto* pair = (const Block* const*)pairs[(size_t)threads - 1]->data();
             if (!std::exchange(alone, false)) return (int64_t)pw_blocks(pair, 2);
-            return std::max(run(pair[0]), run(pair[1]));
+            const int64_t status = run(pair[0]);
+            return std::max(status, run(pair[1]));
         },
         !wild);
     if (!cached) return;
