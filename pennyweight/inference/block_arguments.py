@@ -38,6 +38,7 @@ class Reader:
         a = description.arguments
         named = dict(block.named_parameters())
         self.parameters = [p for p in map(named.get, description.parameters()) if p is not None]
+        self.at = a.names.index(a.hidden) if a.hidden in a.names else len(a.names)  # of the input, if it has no name
         self.roles = {a.hidden: "hidden", a.mask: "mask", a.rotary: "rotary", a.cache: "cache", a.bias: "bias"}
         if a.padding:
             self.roles |= {a.mask: "excluded", a.padding: "padding"}

@@ -14,7 +14,7 @@ from ..kernels.block import Call, run_reference
 from ..kernels.native.block import NativeBlock, NativeStack
 from ..support.errors import ArgumentError, Refusal
 from . import block_cache
-from .block_arguments import Read, mask_refusal
+from .block_arguments import Read
 from .detect_changes import has_hooks
 
 if TYPE_CHECKING:
@@ -47,9 +47,10 @@ class BlockStack:
         natives = [runner for runner in runners if isinstance(runner, NativeBlock)]
         if len(natives) < len(runners):
             raise Refusal("needs blocks that run natively")
-        descriptions = [bound.description for bound in bounds]
-        if any(not d.arguments.batch_first or d.cross is not None for d in descriptions):
-            raise Refusal("needs blocks without cross-attention, of inputs [batch, tokens, width]")
+        if any(
+            b.reader.at or b.description.cross is not None or not b.description.arguments.batch_first for b in bounds
+        ):
+            raise Refusal("needs blocks without cross-attention, whose first argument is [batch, tokens, width]")
         codes = [operand.codes.data_ptr() for native in natives for operand in native.plan.operands()]
         if len({*codes}) < len(codes):
             raise Refusal("needs blocks that share no weights")

@@ -26,7 +26,7 @@ from .examples import Observed, candidates, examples, observe, roots
 from .freeze import freeze_, with_scheme
 from .fuse_conv_net import FusedConvNet, chained_convolutions, fuse_nets
 from .fused_module import FusedModule, Kind, fuse_class_
-from .lazy_output import call_alone, lazy_call
+from .lazy_output import call_alone, computed, lazy_call
 from .verify_block import checks_enabled, run_checked, verify
 
 Known = tuple[nn.Module, Observed, BlockDescription]
@@ -84,8 +84,10 @@ class FusedBlock(FusedModule):
     description: BlockDescription
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not args or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return FusedModule.forward(self, *args, **kwargs)
+        if not args:
+            return FusedModule.forward(self, **{name: computed(value) for name, value in kwargs.items()})
         y = None if checks_enabled() else lazy_call(self, args, kwargs)
         return call_alone(self, args, kwargs) if y is None else y
 

@@ -18,7 +18,7 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
@@ -33,10 +33,11 @@ TRIES = 4  # notes of who follows a block
 MOST_COPIED = 1 << 18  # numbers of the other tensors of a lazy call, which are copied
 
 # What a lazy output has before it is computed.
+_NAMES = ("shape", "dtype", "device", "ndim", "layout", "is_cpu", "is_cuda", "requires_grad")
 _PROPERTIES = {
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cpu", "is_cuda")),
-    Tensor.requires_grad.__get__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex,
-    Tensor.stride, Tensor.is_contiguous, Tensor.element_size, Tensor.__len__, Tensor.__hash__,
+    *(getattr(Tensor, name).__get__ for name in _NAMES), Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride,
+    Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.element_size, Tensor.__len__,
+    Tensor.__hash__,
 }  # fmt: skip
 
 
@@ -101,10 +102,8 @@ class Pass:
         ):  # fmt: skip
             return False
         reader, rest = stack.bounds[i].reader, args[1:]
-        for group, known in enumerate(self.arguments):
-            if known.are(reader, rest, kwargs):
-                break
-        else:
+        group = next((i for i, known in enumerate(self.arguments) if known.are(reader, rest, kwargs)), None)
+        if group is None:
             read = reader.read((self.x, *rest), kwargs)
             if isinstance(read, str) or not _copied(read.call):
                 return False
@@ -160,19 +159,19 @@ class LazyOutput(Tensor):
     lazy output."""
 
     calls: Pass
-    index: int  # of the block
+    place: int  # of the block
 
     @staticmethod
-    def __new__(cls, calls: Pass, index: int) -> LazyOutput:
+    def __new__(cls, calls: Pass, place: int) -> LazyOutput:
         x = calls.x
-        made: Any = Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)  # type: ignore[attr-defined]
-        made.calls, made.index = calls, index
-        return made  # type: ignore[no-any-return]
+        made: Any = Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=x.device)
+        made.calls, made.place = calls, place
+        return made
 
     def value(self) -> Tensor:
         """The output, after the blocks have run. Raises MemoryError."""
         self.calls.run()
-        return self.calls.outputs.of(self.index)  # type: ignore[no-any-return]
+        return self.calls.outputs.of(self.place)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,7 +182,7 @@ class LazyOutput(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         args, kwargs = computed((args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -191,7 +190,7 @@ class LazyOutput(Tensor):
 def computed(tree: Any) -> Any:
     """The same with values instead of lazy outputs. Raises MemoryError."""
     if torch.compiler.is_dynamo_compiling():  # the blocks run outside of the graph
-        return torch.compiler.disable(_values)(tree)  # type: ignore[no-untyped-call]
+        return torch.compiler.disable(_values)(tree)
     return _values(tree)
 
 
@@ -206,12 +205,12 @@ def lazy_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if type(x) is LazyOutput:
         calls = x.calls
         with calls.lock:
-            if x.index + 1 != len(calls.modules) or not _unobserved() or not calls.add(module, args, kwargs):
+            if x.place + 1 != len(calls.modules) or not _unobserved() or not calls.add(module, args, kwargs):
                 return None
-            y: Any = LazyOutput(calls, x.index + 1)
+            y: Any = LazyOutput(calls, x.place + 1)
             if len(calls.modules) == len(calls.stack.classes):
                 y = y.value()
-            return calls.stack.bounds[x.index + 1].reader.returned(y, args, kwargs)
+            return calls.stack.bounds[x.place + 1].reader.returned(y, args, kwargs)
     if bound is None or bound.next() is None or type(x) is not Tensor or x.numel() > MOST or not _unobserved():
         return None
     stack = bound.stack
@@ -240,20 +239,19 @@ def tensors_of(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 class _Last:
     """The last output of a fused block in a thread, and its other arguments as they were."""
 
-    def __init__(self, y: Tensor, bound: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.output, self.bound = weakref.ref(y), weakref.ref(bound)
-        found = [t for t in tensors_of(args[1:], kwargs) if t.device.type == "cpu"]
-        small = sum(t.numel() for t in found) <= MOST_COPIED
-        self.compared = small
-        self.arguments = [(weakref.ref(t), t.clone()) for t in found if small]
+    def __init__(self, y: Any, bound: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found = tensors_of(args[1:], kwargs)
+        self.known = isinstance(y, Tensor) and sum(t.numel() for t in found) <= MOST_COPIED
+        self.output, self.bound = weakref.ref(y) if self.known else no_block, weakref.ref(bound)
+        self.arguments = [(weakref.ref(t), t.clone()) for t in found] if self.known else []
 
     def handed_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether these are the arguments of a call on the output, and no argument of both was written to between."""
-        if not self.compared or self.output() is not args[0]:
+        if not self.known or self.output() is not args[0]:
             return False
         before = [(ref(), copy) for ref, copy in self.arguments]
         now = tensors_of(args[1:], kwargs)
-        return all(torch.equal(old, copy) for old, copy in before if any(t is old for t in now))
+        return all(torch.equal(old, copy) for old, copy in before if old is not None and any(t is old for t in now))
 
 
 class _Thread(threading.local):
@@ -277,14 +275,17 @@ def call_alone(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if before is not None and before is not bound and last.handed_on(args, kwargs):
             before.next = weakref.ref(bound)
     y = FusedModule.forward(module, *args, **kwargs)
-    bound = getattr(type(module), "bound", None)
-    if bound is not None and bound.next() is None and bound.tries < TRIES and 0 < args[0].numel() <= MOST:
+    bound, x = getattr(type(module), "bound", None), args[0]
+    if (
+        bound is not None and bound.next() is None and bound.tries < TRIES
+        and type(x) is Tensor and 0 < x.numel() <= MOST and _unobserved()
+    ):  # fmt: skip
         bound.tries += 1
         _THREAD.last = _Last(_hidden(bound, y), bound, args, kwargs)
     return y
 
 
-def _hidden(bound: Any, y: Any) -> Tensor:
+def _hidden(bound: Any, y: Any) -> Any:
     """The hidden states in what a block returned."""
     output = bound.description.output
-    return y if output is None else y[output.index("")]  # type: ignore[no-any-return]
+    return y[output.index("")] if output is not None and type(y) is tuple else y

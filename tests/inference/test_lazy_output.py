@@ -5,7 +5,7 @@ import gc
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not native(), reason="native code cannot run blo
 
 
 @pytest.fixture
-def stacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def stacks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of blocks of each native call of several."""
     found: list[int] = []
     run = NativeStack.run
@@ -41,7 +41,7 @@ def stacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return run(self, ready, x, calls, like)
 
     monkeypatch.setattr(NativeStack, "run", counted)
-    yield found
+    return found
 
 
 @pytest.fixture
@@ -190,13 +190,13 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda h: pickle.loads(pickle.dumps(h)),
     "out": lambda h: torch.sin(h, out=torch.empty(2, 5, 64)),
     "cat": lambda h: torch.cat([h, h]),
-    "dlpack": lambda h: torch.from_dlpack(h),
-    "aten": lambda h: torch.ops.aten.relu(h),
+    "dlpack": torch.from_dlpack,
+    "aten": torch.ops.aten.relu,
     "dict of tensors": lambda h: torch.utils._pytree.tree_map(lambda t: t * 2, {"a": [h]})["a"][0],
     "data": lambda h: h.data.clone(),
     "detach": lambda h: h.detach(),
     "item": lambda h: torch.tensor(h.sum().item()),
-    "compiled": lambda h: torch.compile(lambda t: t * 2 + 1, backend="eager", dynamic=False)(h),
+    "compiled": torch.compile(lambda t: t * 2 + 1, backend="eager", dynamic=False),
 }
 
 
@@ -212,6 +212,15 @@ def test_an_operation_gets_the_values(chain: Any, how: str, one_by_one: Any) -> 
         found = read(h)
     assert type(found) is Tensor
     assert torch.equal(found, expected)
+
+
+def test_the_next_block_gets_it_by_name(chain: Any, one_by_one: Any) -> None:
+    modules, x = chain
+    with torch.no_grad():
+        expected = one_by_one(lambda: modules[1](src=modules[0](x)))
+        pw.reset_fallbacks()
+        assert torch.equal(modules[1](src=modules[0](x)), expected)
+    assert not pw.fallbacks()
 
 
 def test_torch_save_and_print(chain: Any, one_by_one: Any) -> None:
@@ -351,7 +360,7 @@ def test_calls_that_are_not_lazy(chain: Any, what: str, stacks: list[int]) -> No
                 through(modules, x)
         elif what == "a forward of its own":
             forward = modules[1].forward
-            modules[1].forward = lambda *args: forward(*args)
+            modules[1].forward = lambda h: forward(h)  # noqa: PLW0108
             through(modules, x)
     assert not stacks
 
@@ -365,6 +374,21 @@ def test_a_compiled_block(stacks: list[int]) -> None:
         layers[1].compile(backend="eager")
         torch.testing.assert_close(through(layers, x), expected)
     assert not stacks
+
+
+def test_blocks_that_return_more_than_usual(one_by_one: Any) -> None:
+    """Attention weights are asked for: a block returns them by its own forward."""
+    model = fused("llama")
+    model.set_attn_implementation("eager")
+    ids = torch.arange(4, 9)[None]
+
+    def run(**options: Any) -> list[Tensor]:
+        with torch.no_grad():
+            out = model(ids, **options)
+        return [out.logits, *(out.attentions or ())]
+
+    for options in ({}, {"output_attentions": True}, {}):
+        assert same(run(**options), one_by_one(lambda: run(**options)))  # noqa: B023
 
 
 def test_a_changed_block_runs_as_it_is(chain: Any, one_by_one: Any) -> None:

@@ -76,6 +76,21 @@ def test_the_bytes_are_those_of_the_plain_code(name: str, isa: str) -> None:
         library.use_isa("")
 
 
+@pytest.mark.parametrize("isa", library.isas())
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_an_element_without_importance_may_lie_far_beyond_the_codes(name: str, isa: str, sign: int) -> None:
+    x, importance = torch.full((1, 256), 1e-3), torch.ones(256)
+    x[0, 100], importance[100] = sign * 7.0, 0.0
+    library.use_isa(isa)
+    try:
+        found = quantize_native(x, name, importance)
+        assert found is not None
+        assert torch.equal(found.raw, reference(x, name, importance))
+    finally:
+        library.use_isa("")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_sums_and_threads(name: str) -> None:
     x = torch.randn(300, 512)  # above the size from which a second thread helps

@@ -95,7 +95,7 @@ struct Segment {
         Room r;
         if (range) r.buffers = whole_lines(f.b.scratch * range * 4);
         each([&](StepPlan& p) {
-            r.inputs = std::max(r.inputs, p.shared(1));
+            r.inputs = std::max(r.inputs, p.shared());
             r.own = std::max(r.own, p.per_thread(f));
         });
         return r;
@@ -108,8 +108,8 @@ struct Segment {
         char *inputs = room + sizes.buffers, *own = inputs + sizes.inputs;
         for (const StepPlan& p : f.rows == range ? steps : rest)
             for (int phase = 0; phase < p.phases; ++phase) {
-                if (phase == 0) p.begin(f, 0, own, inputs);
-                for (int64_t u = 0, count = p.units(f, phase); u < count; ++u) p.run(f, 0, phase, u, own, inputs);
+                if (phase == 0) p.begin(f, own);
+                for (int64_t u = 0, count = p.units(f, phase); u < count; ++u) p.run(f, phase, u, own, inputs);
             }
     }
 };
@@ -153,7 +153,7 @@ class Execution {
     Buffers f;
     int64_t scratch, shared = 0, per_thread = 0;
     char* common = nullptr;
-    std::atomic<int64_t>* taken = nullptr;  // units of each phase
+    Phase* phases = nullptr;
 
   public:
     // Bytes of memory that it needs: while it runs, and of its own, from place() on.
@@ -162,13 +162,13 @@ class Execution {
     Execution(const Block& call, int threads) : b(call), f{call, call.batch * call.tokens, nullptr} {
         divide(b, segments, uses);
         f.uses = uses.data();
-        own = 16 * (int64_t)b.step_count;
+        own = 2 * (int64_t)sizeof(Phase) * b.step_count;
         for (Segment& s : segments) {
             s.plan(f, threads);
             const Segment::Room r = s.room(f);
             per_thread = std::max(per_thread, r.buffers + r.own + (s.range ? r.inputs : 0));
             s.each([&](StepPlan& p) {
-                if (!s.range) shared = std::max(shared, p.shared(threads));
+                if (!s.range) shared = std::max(shared, p.shared());
                 if (p.linear) own += whole_lines(p.linear->k.w.kp);
             });
         }
@@ -185,22 +185,21 @@ class Execution {
                     free += whole_lines(p.linear->k.w.kp);
                 }
             });
-        taken = (std::atomic<int64_t>*)free;
-        for (int i = 0; i < 2 * b.step_count; ++i) new (taken + i) std::atomic<int64_t>(0);
+        phases = (Phase*)free;
+        for (int i = 0; i < 2 * b.step_count; ++i) new (phases + i) Phase;
     }
-    // Thread `id` of `team`. after: it reads what threads wrote before.
-    void run(int id, int team, bool after) {
-        std::atomic<int64_t>* next = taken;
+    // Thread `id`. before: the phase of which it reads what threads wrote, or null; at the end the last one.
+    void run(int id, Phase*& before) {
+        Phase* next = phases;
         char* room = common + shared + per_thread * id;
         const auto phase = [&](int64_t count, const auto& begin, const auto& run) {
-#if defined(_OPENMP)
-            if (team > 1 && (after || next != taken)) {
-#pragma omp barrier
-            }
-#endif
+            Phase& here = *next++;
+            if (count == 0) return;
+            if (before) before->wait();
+            before = &here;
+            if (!here.any(count)) return;
             begin();
-            for (int64_t u; (u = next->fetch_add(1, std::memory_order_relaxed)) < count;) run(u);
-            ++next;
+            here.take(count, run);
         };
         for (Segment& s : segments) {
             if (s.range) {
@@ -213,11 +212,10 @@ class Execution {
                     phase(
                         p.units(f, i),
                         [&] {
-                            if (i == 0) p.begin(f, id, room, common);
+                            if (i == 0) p.begin(f, room);
                         },
-                        [&](int64_t u) { p.run(f, id, i, u, room, common); });
+                        [&](int64_t u) { p.run(f, i, u, room, common); });
         }
-        (void)team, (void)after;
     }
 };
 
@@ -272,17 +270,17 @@ int64_t sequences_for(const Block& b, int threads) {
                                                                                                              : 0;
 }
 
-// body(thread, threads) by up to `threads` threads.
+// body(thread) by up to `threads` threads.
 template <class Body> void parallel(int threads, const Body& body) {
 #if defined(_OPENMP)
     if (threads > 1) {
 #pragma omp parallel num_threads(threads)
-        body(omp_get_thread_num(), omp_get_num_threads());
+        body(omp_get_thread_num());
         return;
     }
 #endif
     (void)threads;
-    body(0, 1);
+    body(0);
 }
 
 // A block of which each thread takes `count` sequences at a time.
@@ -296,13 +294,14 @@ int block_by_sequences(const Block& b, int threads, int64_t count) {
     char* space = block_room.get((size_t)((working + own) * threads));
     if (!space) return NO_MEMORY;
     std::atomic<int64_t> next{0};
-    parallel(threads, [&](int id, int) {
+    parallel(threads, [&](int id) {
         char* room = space + (working + own) * id;
         for (int64_t u; (u = next.fetch_add(1)) < parts;) {
             const Sequences part(b, u * count, u + 1 < parts ? count : last);
             Execution e(part.b, 1);
             e.place(room, room + working);
-            e.run(0, 1, false);
+            Phase* before = nullptr;
+            e.run(0, before);
         }
     });
     return DONE;
@@ -321,8 +320,9 @@ int blocks_in_turn(const Block* const* calls, int count, int threads) {
     if (!space) return NO_MEMORY;
     char* free = space + working;
     for (Execution& e : each) e.place(space, free), free += e.own;
-    parallel(threads, [&](int id, int team) {
-        for (Execution& e : each) e.run(id, team, &e != each.data());
+    parallel(threads, [&](int id) {
+        Phase* before = nullptr;
+        for (Execution& e : each) e.run(id, before);
     });
     return DONE;
 }

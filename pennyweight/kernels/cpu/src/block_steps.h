@@ -52,7 +52,9 @@ struct LinearPlan {
     Work k;
     Units units;
     InputRoom in;
-    bool own;  // each thread prepares the inputs for itself, which for few rows is cheaper than waiting for others
+    // Each thread prepares the inputs for itself, which for few rows is cheaper than waiting for others. Not if they
+    // are kept, too: a thread may be late.
+    bool own;
 
     static int64_t tiles_of(const BlockLinear& s) {  // units of 16 columns of the output
         if (s.gated) return (s.count == 1 ? s.weights->n / 2 : s.weights->n) / 16 + (s.count == 2 && s.weights->n % 16);
@@ -61,26 +63,33 @@ struct LinearPlan {
         return tiles;
     }
     LinearPlan(const BlockLinear& step, int64_t rows, int threads)
-        : s(step), k(plan(*s.weights, rows)), units(k, tiles_of(s), threads), in(k), own(rows <= 2 && !hazard()) {}
+        : s(step),
+          k(plan(*s.weights, rows)),
+          units(k, tiles_of(s), threads),
+          in(k),
+          own(rows <= 2 && s.normed < 0 && !hazard()) {}
 
     // Whether the step writes what another thread may still read if threads do not wait after preparing the inputs.
     bool hazard() const {
-        bool found = s.normed >= 0 && (s.normed == s.x || s.normed == s.residual);
+        bool found = false;
         for (int i = 0; i < (s.gated ? 1 : s.count); ++i) found |= s.out[i] == s.x;
         return found;
     }
-    int64_t shared(int threads) const { return in.bytes * (own ? threads : 1); }
+    int64_t shared() const { return own ? 0 : in.bytes; }
     int64_t gate_room() const { return s.gated ? 2 * units.step * k.most * 64 : 0; }
-    int64_t per_thread() const { return in.row + gate_room() + units.room(k); }
+    int64_t work_room() const { return whole_lines(in.row + gate_room() + units.room(k)); }
+    int64_t per_thread() const { return work_room() + (own ? in.bytes : 0); }
+    // The prepared inputs. A thread that is late writes to no memory but its own.
+    char* inputs(char* room, char* common) const { return own ? room + work_room() : common; }
 
-    void prepare(const Buffers& f, int id, char* base, char* room, int64_t mb) const {
+    void prepare(const Buffers& f, char* base, char* room, int64_t mb) const {
         Tokens& tok = in.begin(base, mb);
         const int t = k.tokens_in(mb);
         float* wide = (float*)room;
         for (int i = 0; i < t; ++i) {
             const int64_t row = k.first_token(mb) + i;
             take_normalized(s.norm, f.at(s.x, row), f.kind(s.x), k.w.k, k.w.kp, wide);
-            if (s.normed >= 0 && (!own || id == 0)) f.put_row(s.normed, row, wide);
+            if (s.normed >= 0) f.put_row(s.normed, row, wide);
             take_wide_row(k.w, *s.args, wide, tok, t, i, k.words, (int8_t*)(room + in.wide));
         }
     }
@@ -225,8 +234,8 @@ struct StepPlan {
         if (s.kind == STEP_ATTENTION) attention = attention_of(*s.attention, f);
     }
     int64_t rotary_row_units() const { return rotary_units(rotary) / (rotary.batch * rotary.tokens); }
-    int64_t shared(int threads) const {
-        return linear ? linear->shared(threads) : s.kind == STEP_ATTENTION ? attention_shared(attention) : 0;
+    int64_t shared() const {
+        return linear ? linear->shared() : s.kind == STEP_ATTENTION ? attention_shared(attention) : 0;
     }
     int64_t per_thread(const Buffers& f) const {
         if (linear) return linear->per_thread();
@@ -241,17 +250,17 @@ struct StepPlan {
                                        : attention_units(attention, phase);
     }
     // What a thread does by itself before it takes units.
-    void begin(const Buffers& f, int id, char* room, char* common) const {
+    void begin(const Buffers& f, char* room) const {
         if (!linear || !linear->own) return;
         for (int64_t mb = 0; mb < linear->k.token_blocks; ++mb)
-            linear->prepare(f, id, common + linear->in.bytes * id, room, mb);
+            linear->prepare(f, linear->inputs(room, nullptr), room, mb);
     }
-    void run(const Buffers& f, int id, int phase, int64_t u, char* room, char* common) const {
+    void run(const Buffers& f, int phase, int64_t u, char* room, char* common) const {
         if (s.kind == STEP_NORM) return norm_rows(*s.norm, f, (float*)room, u);
         if (s.kind == STEP_ROTARY) return rotary_unit(rotary, rotary_row_units() * f.row0 + u);
         if (s.kind == STEP_ATTENTION) return attention_unit(attention, phase, u, room, common);
-        if (phase + 1 < phases) return linear->prepare(f, id, common, room, u);
-        linear->run(f, (const Tokens*)(common + (linear->own ? linear->in.bytes * id : 0)), room, u);
+        if (phase + 1 < phases) return linear->prepare(f, common, room, u);
+        linear->run(f, (const Tokens*)linear->inputs(room, common), room, u);
     }
 };
 

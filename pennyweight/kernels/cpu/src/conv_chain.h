@@ -15,26 +15,13 @@ namespace {
 
 thread_local Workspace chains{32u << 20};  // of a thread that calls a chain
 
-// Units of work of a step that were taken, and that are done.
-struct Progress {
-    int64_t next, done;
-};
-// Until all units are done. Threads do not wait for each other, only for work: one that the system has suspended
-// without a unit delays nobody.
-inline void wait_for(const int64_t& done, int64_t units) {
-    for (int64_t spins = 0; __atomic_load_n(&done, __ATOMIC_ACQUIRE) < units; ++spins) {
-        if (spins > 1 << 16) yield_thread();  // after about a millisecond
-        else pause_thread();
-    }
-}
-
 class ChainCall {
     const Chain& c;
     int threads;
     bool own;  // each thread has its own samples
     int64_t sample_bytes;
     ChainWork* work;
-    Progress* progress;    // [sample][step], if threads share samples
+    Phase* phases;         // [sample][step], if threads share samples
     int64_t* next_sample;  // if they do not
     int32_t* odd;          // the last sample with an input that is not finite, from 1
     char* buffers;         // of samples
@@ -91,15 +78,13 @@ class ChainCall {
             room.odd = false;
             const ChainSample one{c, buffers, i, room};
             for (int32_t j = 0; j < c.step_count; ++j) {
-                Progress& step = progress[i * c.step_count + j];
-                const int64_t units = work[j].units + 1;
-                for (int64_t u; (u = __atomic_fetch_add(&step.next, 1, __ATOMIC_RELAXED)) < units;) {
+                Phase& step = phases[i * c.step_count + j];
+                const bool last = step.take(work[j].units + 1, [&](int64_t u) {
                     run_unit(one, work[j], u);
                     if (room.odd) __atomic_store_n(odd, (int32_t)(i + 1), __ATOMIC_RELAXED);
-                    const bool last = __atomic_add_fetch(&step.done, 1, __ATOMIC_ACQ_REL) == units;
-                    if (last && j + 1 == c.step_count && __atomic_load_n(odd, __ATOMIC_RELAXED) == i + 1) spoil(one);
-                }
-                wait_for(step.done, units);
+                });
+                if (last && j + 1 == c.step_count && __atomic_load_n(odd, __ATOMIC_RELAXED) == i + 1) spoil(one);
+                step.wait();
             }
         }
     }
@@ -113,7 +98,7 @@ class ChainCall {
     bool prepare_steps() {
         const int64_t team = own ? 1 : threads;
         const int64_t works = whole_lines(c.step_count * (int64_t)sizeof(ChainWork)),
-                      counters = own ? 0 : whole_lines(c.n * c.step_count * (int64_t)sizeof(Progress));
+                      counters = own ? 0 : c.n * c.step_count * (int64_t)sizeof(Phase);
         sample_bytes = whole_lines(c.scratch + 128);  // vectors are read beyond the last pixel
         int64_t shared = works + counters + 64;
         ChainWork none;
@@ -121,11 +106,12 @@ class ChainCall {
         char* space = chains.get((size_t)(shared + (own ? threads : 1) * sample_bytes));
         if (!space) return false;
         work = (ChainWork*)space;
-        progress = (Progress*)(space + works);
+        phases = (Phase*)(space + works);
         next_sample = (int64_t*)(space + works + counters);
         odd = (int32_t*)(next_sample + 1);
         buffers = space + shared;
-        memset((void*)progress, 0, (size_t)(counters + 64));
+        for (int64_t i = 0; i < counters / (int64_t)sizeof(Phase); ++i) new (phases + i) Phase;
+        memset((void*)next_sample, 0, 64);
         char* at = space + works + counters + 64;
         for (int32_t i = 0; i < c.step_count; ++i) at += prepare(work[i], c, c.steps[i], team, at);
         return true;
@@ -138,7 +124,7 @@ class ChainCall {
           own(true),
           sample_bytes(0),
           work(nullptr),
-          progress(nullptr),
+          phases(nullptr),
           next_sample(nullptr),
           odd(nullptr),
           buffers(nullptr) {}

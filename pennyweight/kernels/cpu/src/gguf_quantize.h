@@ -203,11 +203,12 @@ template <int N> void affine(const Columns<N>& s, const Search& p, F& best_scale
     }
 }
 
-// IQ4's values, and for intervals of 16 from -135 on: codes below, and the one or two boundaries within.
+// IQ4's values, and for intervals of 16 from -135 on: codes below, and the one or two boundaries within. The first and
+// the last have none, however large x is: it can be thousands where importance is about 0, and there is no code 16.
 alignas(64) constexpr float IQ4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 alignas(64) constexpr float IQ4_BELOW[16] = {0, 0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15};
-alignas(64) constexpr float IQ4_FIRST[16] = {999,   -115.5f, -93.5f, -74,   -57, -42, -28.5f, -16,
-                                             -4.5f, 19,      31.5f,  45.5f, 61,  79,  101,    999};
+alignas(64) constexpr float IQ4_FIRST[16] = {INFINITY, -115.5f, -93.5f, -74,   -57, -42, -28.5f, -16,
+                                             -4.5f,    19,      31.5f,  45.5f, 61,  79,  101,    INFINITY};
 
 // Codes of the nearest values, and these values.
 template <bool TABLE> PW_INLINE F numbers(F x, F lo, F hi, F& value) {

@@ -44,19 +44,47 @@ thread_local Workspace scratch{4u << 20};  // of each thread that works for it
 
 inline int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
+// Units of work that threads take, each the next one, and that are to be done before a later phase begins. Threads wait
+// for work and not for each other: one that the system has stopped holds up the others only if it has a unit.
+class alignas(64) Phase {
+    std::atomic<int64_t> taken{0}, done{0};
+    std::atomic<uint32_t> over{0}, sleepers{0};
+    static constexpr int SPINS = 400;  // some 10 us: on a machine with more to do it is better to sleep then
+
+  public:
+    bool any(int64_t count) const { return taken.load(std::memory_order_relaxed) < count; }
+    // Calls run(u) for units of the `count` that nobody has taken. Whether the last one was done here.
+    template <class Run> bool take(int64_t count, const Run& run) {
+        int64_t mine = 0;
+        for (int64_t u; (u = taken.fetch_add(1, std::memory_order_relaxed)) < count; ++mine) run(u);
+        if (mine == 0 || done.fetch_add(mine, std::memory_order_acq_rel) + mine < count) return false;
+        over.store(1);
+        if (sleepers.load()) wake_all(&over);
+        return true;
+    }
+    // Until all units are done, of which there is one at least.
+    void wait() {
+        for (int i = 0; i < SPINS; ++i) {
+            if (over.load(std::memory_order_acquire)) return;
+            pause_thread();
+        }
+        sleepers.fetch_add(1);
+        while (!over.load()) sleep_while(&over, 0);
+    }
+};
+
 // Calls prepare(thread, i) for every i < `count`, then run(thread, u) for every u < `units`, each taken by the next
 // free thread. copies: every thread prepares all inputs for itself, which for few is cheaper than waiting for others.
 template <class Prepare, class Run>
 void run_units(int threads, bool copies, int64_t count, int64_t units, const Prepare& prepare, const Run& run) {
-    std::atomic<int64_t> next_input{0}, next_unit{0};
+    Phase inputs_ready;
+    std::atomic<int64_t> next_unit{0};
     auto body = [&](int id, int team) {
         if (copies || team == 1) {
             for (int64_t i = 0; i < count; ++i) prepare(id, i);
-        } else {
-            for (int64_t i; (i = next_input.fetch_add(1)) < count;) prepare(id, i);
-#if defined(_OPENMP)
-#pragma omp barrier
-#endif
+        } else if (count) {
+            inputs_ready.take(count, [&](int64_t i) { prepare(id, i); });
+            inputs_ready.wait();
         }
         for (int64_t u; (u = next_unit.fetch_add(1)) < units;) run(id, u);
         scratch.trim();

@@ -120,8 +120,7 @@ void block() {
              (long)k, (long)n, (long)f, (long)rows, x, halves, first.s.function, second.s.function, third.s.function,
              first.weights[0].act, second.weights[0].act, third.weights[0].act, before.n.kind, middle.n.kind,
              after.n.kind, third.s.residual);
-    compare(what, {{y, x}, {kept, F32}},
-            [&](int threads) { return run(*calls[(size_t)threads - 1]); });
+    compare(what, {{y, x}, {kept, F32}}, [&](int threads) { return run(*calls[(size_t)threads - 1]); });
 
     struct Parts {  // to be broken
         std::vector<BlockStep> steps;
@@ -253,15 +252,17 @@ void block_attention() {
     }
     // A second block of the same steps reads what the first one writes.
     const Room y2(y.size()), keys2(old_keys), values2(old_values);
-    const Room buffers2(LinearCase::bytes(std::vector<Buffer>{
-        {y.pointer(), k, 0, x}, {y2.pointer(), k, 0, x}, {nullptr, columns, 0, F32}, {nullptr, width, up_columns, F32}}));
+    const Room buffers2(LinearCase::bytes(std::vector<Buffer>{{y.pointer(), k, 0, x},
+                                                              {y2.pointer(), k, 0, x},
+                                                              {nullptr, columns, 0, F32},
+                                                              {nullptr, width, up_columns, F32}}));
     std::vector<std::unique_ptr<Room>> calls, pairs;  // of 1 thread, of 2, ..
     for (b.threads = 1; b.threads <= (mode == COMPARE ? 4 : 1); ++b.threads) {
         Block next = b;
         next.buffers = (const Buffer*)buffers2.data(), next.keys = keys2.pointer(), next.values = values2.pointer();
         for (const Block& one : {b, next}) calls.push_back(std::make_unique<Room>(LinearCase::bytes(std::vector{one})));
-        pairs.push_back(std::make_unique<Room>(LinearCase::bytes(
-            std::vector{(const Block*)calls.end()[-2]->data(), (const Block*)calls.back()->data()})));
+        pairs.push_back(std::make_unique<Room>(
+            LinearCase::bytes(std::vector{(const Block*)calls.end()[-2]->data(), (const Block*)calls.back()->data()})));
     }
     b.threads = 1;
     char what[200];
@@ -306,34 +307,34 @@ void block_attention() {
     };
     using P = Parts;
     refuse("pw_blocks", {
-                           {"no rotary", with([](P& p) { p.call.steps = nullptr; })},
-                           {"batch", with([](P& p) { p.call.batch = -1; })},
-                           {"tokens", with([](P& p) { p.call.tokens = -1; })},
-                           {"past", with([](P& p) { p.call.past = -1; })},
-                           {"length", with([](P& p) { p.call.length = -1; })},
-                           {"window", with([](P& p) { p.call.window = -1; })},
-                           {"stride", with([](P& p) { p.call.key_strides[0] = -1; })},
-                           {"kind of the cache", with([](P& p) { p.call.cache_kind = U8; })},
-                           {"no keys", with([](P& p) { p.call.keys = nullptr; })},
-                           {"no values", with([](P& p) { p.call.values = nullptr; })},
-                           {"kind of the mask", with([](P& p) { p.call.mask = &p, p.call.mask_kind = I8; })},
-                           {"heads", with([](P& p) { p.rotary.heads = 0; })},
-                           {"size", with([](P& p) { p.rotary.size = 1025; })},
-                           {"columns of q", with([](P& p) { p.rotary.q.start = 1 << 20; })},
-                           {"buffer of k", with([](P& p) { p.rotary.k.buffer = 4; })},
-                           {"buffer of v", with([](P& p) { p.rotary.v.buffer = -1; })},
-                           {"negative columns", with([](P& p) { p.rotary.v.start = -1; })},
-                           {"rotation", with([](P& p) { p.rotary.rotation = 3; })},
-                           {"odd", with([](P& p) { p.rotary.rotation = HALVES, p.rotary.rotated = 1; })},
-                           {"norm", with([](P& p) { p.rotary.q_norm.kind = -1; })},
-                           {"heads of attention", with([](P& p) { p.attention.shared = p.attention.heads + 1; })},
-                           {"q of attention", with([](P& p) { p.attention.q.buffer = -1; })},
-                           {"out", with([](P& p) { p.attention.out = 0; })},
-                           {"out is q", with([](P& p) { p.attention.q.buffer = 3; })},
-                           {"k without v", with([](P& p) { p.attention.k.buffer = 2; })},
-                           {"scale", with([](P& p) { p.attention.scale = INFINITY; })},
-                           {"softcap", with([](P& p) { p.attention.softcap = -1; })},
-                       });
+                            {"no rotary", with([](P& p) { p.call.steps = nullptr; })},
+                            {"batch", with([](P& p) { p.call.batch = -1; })},
+                            {"tokens", with([](P& p) { p.call.tokens = -1; })},
+                            {"past", with([](P& p) { p.call.past = -1; })},
+                            {"length", with([](P& p) { p.call.length = -1; })},
+                            {"window", with([](P& p) { p.call.window = -1; })},
+                            {"stride", with([](P& p) { p.call.key_strides[0] = -1; })},
+                            {"kind of the cache", with([](P& p) { p.call.cache_kind = U8; })},
+                            {"no keys", with([](P& p) { p.call.keys = nullptr; })},
+                            {"no values", with([](P& p) { p.call.values = nullptr; })},
+                            {"kind of the mask", with([](P& p) { p.call.mask = &p, p.call.mask_kind = I8; })},
+                            {"heads", with([](P& p) { p.rotary.heads = 0; })},
+                            {"size", with([](P& p) { p.rotary.size = 1025; })},
+                            {"columns of q", with([](P& p) { p.rotary.q.start = 1 << 20; })},
+                            {"buffer of k", with([](P& p) { p.rotary.k.buffer = 4; })},
+                            {"buffer of v", with([](P& p) { p.rotary.v.buffer = -1; })},
+                            {"negative columns", with([](P& p) { p.rotary.v.start = -1; })},
+                            {"rotation", with([](P& p) { p.rotary.rotation = 3; })},
+                            {"odd", with([](P& p) { p.rotary.rotation = HALVES, p.rotary.rotated = 1; })},
+                            {"norm", with([](P& p) { p.rotary.q_norm.kind = -1; })},
+                            {"heads of attention", with([](P& p) { p.attention.shared = p.attention.heads + 1; })},
+                            {"q of attention", with([](P& p) { p.attention.q.buffer = -1; })},
+                            {"out", with([](P& p) { p.attention.out = 0; })},
+                            {"out is q", with([](P& p) { p.attention.q.buffer = 3; })},
+                            {"k without v", with([](P& p) { p.attention.k.buffer = 2; })},
+                            {"scale", with([](P& p) { p.attention.scale = INFINITY; })},
+                            {"softcap", with([](P& p) { p.attention.softcap = -1; })},
+                        });
 }
 
 }  // namespace
