@@ -23,14 +23,6 @@ struct Carver {
 };
 
 inline int64_t take_next(int64_t* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
-inline void wait_for_team(int team) {
-    (void)team;
-#if defined(_OPENMP)
-    if (team > 1) {
-#pragma omp barrier
-    }
-#endif
-}
 
 Range range_of(const Conv& w, const char* x, int64_t n) {
     if (w.act == ASYMMETRIC)
@@ -42,9 +34,9 @@ Range range_of(const Conv& w, const char* x, int64_t n) {
                         : range_of<F32, false>(x, n);
 }
 
-struct Counters {  // of one sample
-    int64_t range, rows, units;
-    int32_t odd;  // whether static inputs are not finite
+struct Phases {  // of one sample
+    Phase range, rows, units;
+    int32_t odd = 0;  // whether static inputs are not finite
 };
 
 class ConvCall {
@@ -57,8 +49,9 @@ class ConvCall {
     // memory
     char *buffers, *rooms;
     Range* ranges;
-    Counters* counters;
-    int64_t *tiles_done, *samples_done;
+    Phases* phases;
+    Phase* tiles;  // whose codes are decoded
+    int64_t* samples_done;
 
     int8_t* room_of(int id) const { return (int8_t*)rooms + id * room_bytes; }
     Sample buffer_of(int id) const {
@@ -76,26 +69,30 @@ class ConvCall {
         Sample s = buffer_of(id);
         const char* x = x_of(sample);
         Range all = {0, 0, 0};
-        Counters none = {0, 0, 0, 0}, *next = own ? &none : counters + sample;
-        for (int64_t i; w.act != STATIC && (i = take_next(&next->range)) < parts;) {
-            const int64_t from = i * part;
-            const Range r = range_of(w, x + from * size_of(w.x), std::min(part, sample_numbers - from));
-            if (own) widen(all, r);
-            else ranges[i] = r;
+        Phases alone, *next = own ? &alone : phases + sample;
+        if (w.act != STATIC) {
+            next->range.take(parts, [&](int64_t i) {
+                const int64_t from = i * part;
+                const Range r = range_of(w, x + from * size_of(w.x), std::min(part, sample_numbers - from));
+                if (own) widen(all, r);
+                else ranges[i] = r;
+            });
+            next->range.wait();
         }
-        wait_for_team(team);  // also for the units of the sample before
+        if (!own && sample) phases[sample - 1].units.wait();  // they read the buffers
         for (int64_t i = 0; i < parts && !own && w.act != STATIC; ++i) widen(all, ranges[i]);
         choose_sample_scale(w, a, all, s);
         {
             InputRows rows[3] = {{w, a, k.s, s, 0, x, (int32_t*)room_of(id)},
                                  {w, a, k.s, s, 1, x, (int32_t*)room_of(id)},
                                  {w, a, k.s, s, 2, x, (int32_t*)room_of(id)}};
-            for (int64_t i; (i = take_next(&next->rows)) < row_units;)
+            next->rows.take(row_units, [&](int64_t i) {
                 for (int limb = 0; limb < limbs_of(w); ++limb)
                     rows[limb].run(i * row_step, std::min(k.s.rows, (i + 1) * row_step), room_of(id) + row_sums);
-            if (w.act == STATIC && !rows[0].finite()) __atomic_store_n(&next->odd, 1, __ATOMIC_RELAXED);
+                if (w.act == STATIC && !rows[0].finite()) __atomic_store_n(&next->odd, 1, __ATOMIC_RELAXED);
+            });
         }
-        wait_for_team(team);
+        next->rows.wait();
         if (__atomic_load_n(&next->odd, __ATOMIC_RELAXED)) s.scale = float_of(0x7fc00000);
         const ConvUnits units(k, s, y_of(sample));
         const int64_t blocks = (k.pixels + CONV_BLOCK - 1) / CONV_BLOCK, small = k.pixels / blocks,
@@ -103,10 +100,10 @@ class ConvCall {
         const int64_t groups = (k.tiles + CONV_TILES - 1) / CONV_TILES;
         const int64_t splits = team == 1 ? 1 : std::min(groups, (4 * team + blocks - 1) / blocks),
                       step = (groups + splits - 1) / splits * CONV_TILES;
-        for (int64_t i; (i = take_next(&next->units)) < blocks * splits;) {
+        next->units.take(blocks * splits, [&](int64_t i) {
             const int64_t b = i % blocks, t0 = i / blocks * step, t1 = std::min(k.tiles, t0 + step);
             if (t0 < t1) units.run(b * small + std::min(b, larger), small + (b < larger), t0, t1, room);
-        }
+        });
     }
 
   public:
@@ -145,7 +142,7 @@ class ConvCall {
         const int64_t numbers = k.direct ? taps * 16 * k.tiles : 0;
         const int64_t shared = up(decoded) + up(sums * 4) + up(numbers * 4) + up(taps * 8) +
                                up(pieces * (int64_t)sizeof(Piece)) + up(MOST_PARTS * 2 * (int64_t)sizeof(Range)) +
-                               up(counts * (int64_t)sizeof(Counters)) + up(16);
+                               counts * (int64_t)sizeof(Phases) + (int64_t)sizeof(Phase) + up(8);
         const int buffers_needed = own ? threads : 1;
         char* space = inputs.get(
             (size_t)(shared + buffers_needed * limbs_of(w) * (buffer_codes + buffer_sums) + threads * room_bytes));
@@ -158,11 +155,11 @@ class ConvCall {
         k.taps = carve.take<int64_t>(taps);
         k.pieces = carve.take<Piece>(pieces);
         ranges = carve.take<Range>(MOST_PARTS * 2);
-        counters = carve.take<Counters>(counts);
-        memset((void*)counters, 0, (size_t)(counts * (int64_t)sizeof(Counters)));
-        tiles_done = carve.take<int64_t>(2);
-        samples_done = tiles_done + 1;
-        *tiles_done = *samples_done = 0;
+        phases = carve.take<Phases>(counts);
+        for (int64_t i = 0; i < counts; ++i) new (phases + i) Phases;
+        tiles = new (carve.take<Phase>(1)) Phase;
+        samples_done = carve.take<int64_t>(1);
+        *samples_done = 0;
         rooms = carve.take<char>(threads * room_bytes);
         buffers = carve.at;
         for (int64_t i = 0; i < taps; ++i)
@@ -170,9 +167,10 @@ class ConvCall {
         if (!k.direct) make_pieces(k);
 
         const auto body = [&](int id, int team) {
-            const bool prepare = k.direct || k.decoded || k.zeros;
-            for (int64_t t; prepare && (t = take_next(tiles_done)) < k.tiles;) decode_conv(k, t);
-            if (prepare) wait_for_team(team);
+            if (k.direct || k.decoded || k.zeros) {
+                tiles->take(k.tiles, [&](int64_t t) { decode_conv(k, t); });
+                tiles->wait();
+            }
             ConvRoom* room = (ConvRoom*)scratch.get(sizeof(ConvRoom));
             if (own) {
                 for (int64_t i; (i = take_next(samples_done)) < a.n;) one_sample(i, *room, id, 1);
