@@ -30,6 +30,10 @@ inline Keys visible(const AttentionArgs& a, int64_t s) {
 inline Keys visible(const AttentionArgs& a, int64_t s, int64_t tokens) {
     return {visible(a, s).first, visible(a, s + tokens - 1).end};
 }
+// Those that all of them see.
+inline Keys seen_by_all(const AttentionArgs& a, int64_t s, int64_t tokens) {
+    return {visible(a, s + tokens - 1).first, visible(a, s).end};
+}
 
 // How a call is divided. Depends on its sizes only.
 struct AttentionPlan {
@@ -126,7 +130,7 @@ inline F mask16(const AttentionArgs& a, const char* row, int64_t j, int64_t n) {
 inline bool take_bias(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t s,
                       int64_t tokens, int64_t key, int64_t n, int64_t ld, float* room, Bias* out) {
     alignas(64) static constexpr int32_t LANES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const Keys least = {visible(a, s + tokens - 1).first, visible(a, s).end};  // that all of them see
+    const Keys least = seen_by_all(a, s, tokens);
     const bool all = least.first <= key && key + n <= least.end;
     *out = {nullptr, 0, 1};
     if (!a.mask && all && n % 16 == 0) return true;

@@ -46,6 +46,11 @@ inline void pack_values(const AttentionArgs& a, const AttentionPlan& p, int64_t 
                         int64_t n, float* to) {
     for (int64_t j = 0; j < n; ++j) widen_value(a, p, b, shared, key + j, to + j * p.width);
 }
+inline bool all_finite(const float* x, int64_t n) {
+    I top = iset(0);
+    for (int64_t i = 0; i < n; i += 16) top = imax(top, iand(bits(fload(x + i)), iset(0x7fffffff)));
+    return imost(top) < 0x7f800000;
+}
 
 // c[t][16 * n ..] = sum over k of x[t][k] * y[n][k][16] (+ c * factor[t], if there are factors) for R rows and T tiles.
 // Rows are ldx and ldc floats apart, the tiles of y `tile` and their rows ldy.
@@ -86,15 +91,19 @@ inline void prompt_unit(const AttentionArgs& a, const AttentionPlan& p, int64_t 
     memset(totals, 0, (size_t)rows * 64);
     for (int64_t r = 0; r < rows; ++r) tops[r] = NEVER;
 
-    const Keys span = visible(a, s0, tokens);
+    const Keys span = visible(a, s0, tokens), least = seen_by_all(a, s0, tokens);
     for (int64_t key = span.first / p.block * p.block; key < span.end; key += p.block) {
         const int64_t n = std::min(p.block, span.end - key);
         Bias bias;
         if (!take_bias(a, p, b, shared, s0, tokens, key, n, p.block, at(room.bias), &bias)) continue;
         pack_keys(a, p, b, shared, key, n, at(room.wide), keys);
         pack_values(a, p, b, shared, key, n, values);
-        for (int64_t r0 = 0; r0 < rows; r0 += FLOAT_ROWS) {
-            const int R = (int)std::min<int64_t>(FLOAT_ROWS, rows - r0);
+        // Rows in registers together read the values that any of them sees; for the others these weigh 0. If they are
+        // not finite each row is alone: it must not depend on others, nor on how many rows the registers have room for.
+        const bool alone = (key < least.first || least.end < key + n) && !all_finite(values, n * p.width);
+        const int most_rows = alone ? 1 : FLOAT_ROWS;
+        for (int64_t r0 = 0; r0 < rows; r0 += most_rows) {
+            const int R = (int)std::min<int64_t>(most_rows, rows - r0);
             const int64_t s = s0 + r0 / p.group;
             const Keys own = visible(a, s, (r0 + R - 1) / p.group - r0 / p.group + 1);
             const int64_t first = std::max<int64_t>(0, own.first - key) / 16 * 16, end = std::min(n, own.end - key);

@@ -23,7 +23,7 @@ class ChainCall {
     ChainWork* work;
     Phase* phases;         // [sample][step], if threads share samples
     int64_t* next_sample;  // if they do not
-    int32_t* odd;          // the last sample with an input that is not finite, from 1
+    int32_t* odd;          // [sample]: whether an input of it is not finite, if threads share samples
     char* buffers;         // of samples
 
     double products() const {
@@ -81,9 +81,9 @@ class ChainCall {
                 Phase& step = phases[i * c.step_count + j];
                 const bool last = step.take(work[j].units + 1, [&](int64_t u) {
                     run_unit(one, work[j], u);
-                    if (room.odd) __atomic_store_n(odd, (int32_t)(i + 1), __ATOMIC_RELAXED);
+                    if (room.odd) __atomic_store_n(odd + i, 1, __ATOMIC_RELAXED);
                 });
-                if (last && j + 1 == c.step_count && __atomic_load_n(odd, __ATOMIC_RELAXED) == i + 1) spoil(one);
+                if (last && j + 1 == c.step_count && __atomic_load_n(odd + i, __ATOMIC_RELAXED)) spoil(one);
                 step.wait();
             }
         }
@@ -99,8 +99,9 @@ class ChainCall {
         const int64_t team = own ? 1 : threads;
         const int64_t works = whole_lines(c.step_count * (int64_t)sizeof(ChainWork)),
                       counters = own ? 0 : c.n * c.step_count * (int64_t)sizeof(Phase);
-        sample_bytes = whole_lines(c.scratch + 128);  // vectors are read beyond the last pixel
-        int64_t shared = works + counters + 64;
+        sample_bytes = whole_lines(c.scratch + 128);                  // vectors are read beyond the last pixel
+        const int64_t others = whole_lines(8 + (own ? 0 : c.n * 4));  // next_sample, and odd
+        int64_t shared = works + counters + others;
         ChainWork none;
         for (int32_t i = 0; i < c.step_count; ++i) shared += prepare(none, c, c.steps[i], team, nullptr);
         char* space = chains.get((size_t)(shared + (own ? threads : 1) * sample_bytes));
@@ -111,8 +112,8 @@ class ChainCall {
         odd = (int32_t*)(next_sample + 1);
         buffers = space + shared;
         for (int64_t i = 0; i < counters / (int64_t)sizeof(Phase); ++i) new (phases + i) Phase;
-        memset((void*)next_sample, 0, 64);
-        char* at = space + works + counters + 64;
+        memset((void*)next_sample, 0, (size_t)others);
+        char* at = space + works + counters + others;
         for (int32_t i = 0; i < c.step_count; ++i) at += prepare(work[i], c, c.steps[i], team, at);
         return true;
     }

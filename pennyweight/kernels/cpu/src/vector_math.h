@@ -9,9 +9,11 @@ namespace {
 //
 // x = n * ln 2 + r with |r| <= ln 2 / 2. The polynomial is a minimax approximation with a relative error of 3e-9.
 PW_INLINE F fexp(F x) {
-    const F z = fclip(x, fset(-88), fset(88.72f));
-    constexpr float MAGIC = 12582912;  // 1.5 * 2**23: the low bits of the sum are n. NaN must not become an integer
-    const F t = fma(z, fset(1.44269504f), fset(MAGIC)), n = fsub(t, fset(MAGIC));
+    const F z = fmin(fset(88.72f), x);  // NaN passes
+    constexpr float MAGIC = 12582912;   // 1.5 * 2**23: the low bits of the sum are n
+    // n is at least -512. That is what NaN gives, too: it adds nothing to the exponent of p, whatever the bits of the
+    // NaN, so that p stays NaN.
+    const F t = fmost(fma(z, fset(1.44269504f), fset(MAGIC)), fset(MAGIC - 512)), n = fsub(t, fset(MAGIC));
     // ln 2 in two parts; n times the first one is exact.
     const F r = fma(n, fset(-1.42860677e-06f), fma(n, fset(-0.693145752f), z));
     F p = fma(r, fset(0.001381454018f), fset(0.008368745109f));
