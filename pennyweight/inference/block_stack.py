@@ -108,15 +108,15 @@ class BlockStack:
                 return None
             calls, like, layers = planned
             try:
-                found = self.native.run(ready, x, calls, like)
+                found, problem = self.native.run(ready, x, calls, like), "a mode, tracer or transform must see the call"
             except ArgumentError as error:
                 for bound in self.bounds:
                     bound.expired = True
-                fallback.count(f"fused block: {error}")
-                found = None
+                found, problem = None, str(error)
         finally:
             self.native.give_back(ready)
-        # caches have been changed, so the blocks' own forwards cannot run any more
+        if found is None:  # caches have been changed, so the blocks' own forwards cannot run any more
+            fallback.count(f"fused block: {problem}")
         outputs = self._reference(x, calls) if found is None else Outputs(*found)
         for layer in layers:
             if block_cache.quantizes(layer):

@@ -146,7 +146,8 @@ class _InTurn:
         for module, bound, group in zip(calls.modules, calls.stack.bounds, calls.which, strict=False):
             known = calls.arguments[group]
             forward = FusedModule.forward if isinstance(module, FusedModule) else type(module).forward
-            y = forward(module, x, *known.rest, **known.kwargs)
+            with torch.autocast("cpu", enabled=False):  # it was off when they were called
+                y = forward(module, x, *known.rest, **known.kwargs)
             x = _hidden(bound, y)
             self.each.append(x)
 
@@ -208,9 +209,11 @@ def lazy_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             if x.place + 1 != len(calls.modules) or not _unobserved() or not calls.add(module, args, kwargs):
                 return None
             y: Any = LazyOutput(calls, x.place + 1)
+            bound = calls.stack.bounds[x.place + 1]
             if len(calls.modules) == len(calls.stack.classes):
                 y = y.value()
-            return calls.stack.bounds[x.place + 1].reader.returned(y, args, kwargs)
+                _note(bound, y, args, kwargs)
+            return bound.reader.returned(y, args, kwargs)
     if bound is None or bound.next() is None or type(x) is not Tensor or x.numel() > MOST or not _unobserved():
         return None
     stack = bound.stack
@@ -276,13 +279,16 @@ def call_alone(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             before.next = weakref.ref(bound)
     y = FusedModule.forward(module, *args, **kwargs)
     bound, x = getattr(type(module), "bound", None), args[0]
-    if (
-        bound is not None and bound.next() is None and bound.tries < TRIES
-        and type(x) is Tensor and 0 < x.numel() <= MOST and _unobserved()
-    ):  # fmt: skip
-        bound.tries += 1
-        _THREAD.last = _Last(_hidden(bound, y), bound, args, kwargs)
+    if bound is not None and type(x) is Tensor and 0 < x.numel() <= MOST:
+        _note(bound, _hidden(bound, y), args, kwargs)
     return y
+
+
+def _note(bound: Any, y: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note an output, to see who gets it."""
+    if bound.next() is None and bound.tries < TRIES and _unobserved():
+        bound.tries += 1
+        _THREAD.last = _Last(y, bound, args, kwargs)
 
 
 def _hidden(bound: Any, y: Any) -> Any:

@@ -365,6 +365,29 @@ def test_calls_that_are_not_lazy(chain: Any, what: str, stacks: list[int]) -> No
     assert not stacks
 
 
+def test_values_that_are_read_under_another_mode(chain: Any, one_by_one: Any) -> None:
+    modules, x = chain
+    with torch.no_grad():
+        expected = one_by_one(lambda: through(modules[:2], x))
+        for change in (False, True):
+            h = through(modules[:2], x)
+            assert type(h) is LazyOutput
+            if change:
+                modules[1].norm1.eps = 0.5
+                expected = one_by_one(lambda: through(modules[:2], x))
+            with torch.enable_grad(), torch.autocast("cpu"):
+                found = h + 0
+            assert torch.equal(found, expected)
+            assert not found.requires_grad
+            through(modules, x)
+            through(modules, x)
+        pw.reset_fallbacks()
+        modules[1].norm1.eps = 1e-5
+        h, expected = through(modules[:2], x), one_by_one(lambda: through(modules[:2], x))
+        with FlopCounterMode(display=False):
+            torch.testing.assert_close(h + 0, expected)
+
+
 def test_a_compiled_block(stacks: list[int]) -> None:
     layers = list(fused("bert").encoder.layer)
     x = torch.randn(1, 6, 64)
