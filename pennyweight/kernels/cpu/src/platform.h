@@ -56,6 +56,8 @@ inline void yield_thread() {
 inline void pause_thread() {  // of a loop that waits
 #if defined(__x86_64__)
     __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb");  // some ten cycles; "yield" takes none
 #endif
 }
 

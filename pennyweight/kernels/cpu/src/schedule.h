@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 
@@ -49,7 +50,8 @@ inline int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 class alignas(64) Phase {
     std::atomic<int64_t> taken{0}, done{0};
     std::atomic<uint32_t> over{0}, sleepers{0};
-    static constexpr int SPINS = 400;  // some 10 us: on a machine with more to do it is better to sleep then
+
+    bool is_over() const { return over.load(std::memory_order_acquire); }
 
   public:
     bool any(int64_t count) const { return taken.load(std::memory_order_relaxed) < count; }
@@ -64,10 +66,17 @@ class alignas(64) Phase {
     }
     // Until all units are done, of which there is one at least.
     void wait() {
-        for (int i = 0; i < SPINS; ++i) {
-            if (over.load(std::memory_order_acquire)) return;
+        using Clock = std::chrono::steady_clock;
+        constexpr std::chrono::microseconds AWAKE{20};  // on a machine with more to do it is better to sleep then
+        Clock::time_point end{};
+        for (int i = 1; !is_over(); ++i) {
             pause_thread();
+            if (i % 64) continue;  // the clock takes longer than most waits
+            const auto now = Clock::now();
+            if (i == 64) end = now + AWAKE;
+            else if (now >= end) break;
         }
+        if (is_over()) return;
         sleepers.fetch_add(1);
         while (!over.load()) sleep_while(&over, 0);
     }
