@@ -51,9 +51,6 @@ class BlockStack:
             b.reader.at or b.description.cross is not None or not b.description.arguments.batch_first for b in bounds
         ):
             raise Refusal("needs blocks without cross-attention, whose first argument is [batch, tokens, width]")
-        codes = [operand.codes.data_ptr() for native in natives for operand in native.plan.operands()]
-        if len({*codes}) < len(codes):
-            raise Refusal("needs blocks that share no weights")
         self.bounds, self.native = tuple(bounds), NativeStack(natives)
         modules = [bound.module() for bound in bounds]
         self.classes: list[Any] = [type(module) for module in modules]

@@ -259,6 +259,9 @@ class NativeStack:
         self._width, self._dtype = first._widths[0], first._dtype
         if any({*b._widths[:2]} != {self._width} or b._dtype is not self._dtype or b.plan.given for b in blocks):
             raise Refusal("needs blocks of one width and dtype, of which none is a part of one")
+        codes = [operand.codes.data_ptr() for b in blocks for operand in b.plan.operands()]
+        if len({*codes}) < len(codes):  # a caller may write other weights to them between the blocks
+            raise Refusal("needs blocks that share no weights")
         self._sizes = [tuple(map(_sizes, (b.plan.rotary, b.plan.attention, b.plan.cached))) for b in blocks]
         self._ready: list[_ReadyStack] = []
 
