@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import pennyweight as pw
 from pennyweight.io.codecs.torchao.flattened_safetensors import flatten_tensor_state_dict, unflatten_tensor_state_dict
 from pennyweight.io.codecs.torchao.tensor_class import with_pre_scale
+from pennyweight.kernels.cpu import library
 from pennyweight_torchao.algorithms.awq import AWQConfig, AWQObservedLinear, AWQObserver, AWQStep, get_act_scale
 from pennyweight_torchao.algorithms.smooth_observers import SmoothQuantObservedLinear
 from pennyweight_torchao.algorithms.smoothquant import SmoothQuantConfig
@@ -77,7 +78,7 @@ def error(model: nn.Module, reference: nn.Module, batches: list[Tensor]) -> floa
 
 # Golden numbers depend on torch's own float kernels, which round otherwise on processors without bf16 instructions.
 RECORDED_HERE = pytest.mark.skipif(
-    not torch.cpu._is_avx512_bf16_supported(), reason="recorded on a processor with avx512_bf16"
+    "avx512_bf16" not in library.isas(), reason="recorded on a processor with avx512_bf16"
 )
 
 
