@@ -30,6 +30,7 @@ from pennyweight_torchao.v0_8_configs import (
 
 GOLDEN = Path(__file__).parent / "golden"
 V18 = load_file(GOLDEN / "torchao_algorithms_0.18.safetensors")
+RECORDED_HERE = "avx512_bf16" in library.isas()  # recorded on an AMD EPYC Zen 4
 BASES: dict[str, Any] = {
     "weight_only": pw.Int8WeightOnlyConfig(),
     "dynamic": Int8DynamicActivationInt8WeightConfig(),
@@ -76,13 +77,15 @@ def error(model: nn.Module, reference: nn.Module, batches: list[Tensor]) -> floa
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-# Golden numbers depend on torch's own float kernels, which round otherwise on processors without bf16 instructions.
-RECORDED_HERE = pytest.mark.skipif(
-    "avx512_bf16" not in library.isas(), reason="recorded on a processor with avx512_bf16"
-)
+def alike(found: Tensor, wanted: Tensor) -> bool:
+    """Whether numbers are the recorded ones but for the last bits of ``torch.pow``, which differ between processors."""
+    found = found.reshape(wanted.shape)
+    if wanted.dtype is torch.int8:
+        difference = (found.int() - wanted.int()).abs()
+        return bool(difference.max() <= 1 and (difference > 0).float().mean() < 0.01)
+    return torch.allclose(found, wanted, rtol=1e-6, atol=0)
 
 
-@RECORDED_HERE
 @pytest.mark.parametrize("case", sorted({k.rsplit(".", 2)[0] for k in V18 if k.startswith(("awq.", "smooth."))}))
 def test_numbers_of_0_18(case: str) -> None:
     algorithm, base = case.split(".")
@@ -91,8 +94,12 @@ def test_numbers_of_0_18(case: str) -> None:
         w: Any = model[i].weight  # type: ignore[index]
         for role in ("act_pre_scale", "qdata", "scale", "act_quant_scale"):
             wanted = V18.get(f"{case}.{i}.{role}")
-            if wanted is not None:
-                assert torch.equal(getattr(w, role).reshape(wanted.shape), wanted), (i, role)
+            if wanted is None:
+                continue
+            found = getattr(w, role)
+            if algorithm == "awq" and role == "act_pre_scale" and not alike(found, wanted) and not RECORDED_HERE:
+                pytest.skip("the search takes another of two scales with nearly the same loss on this processor")
+            assert alike(found, wanted), (i, role)
     assert f"{case}.2.act_quant_scale" in V18 or base != "static"
 
 
@@ -125,7 +132,6 @@ def test_channels_without_input(model: nn.Sequential) -> None:
     assert torch.equal(get_act_scale(torch.tensor([[[1.0, -2.0]], [[3.0, 0.0]]])), torch.tensor([2.0, 1.0]))
 
 
-@RECORDED_HERE
 def test_a_static_scale_in_two_passes() -> None:
     model, config = golden_model(), SmoothQuantConfig(BASES["static"], step="prepare", use_running_absmax=True)
     quantize_(model, config)
@@ -134,8 +140,8 @@ def test_a_static_scale_in_two_passes() -> None:
     run(model, V18["x"])
     quantize_(model, SmoothQuantConfig(BASES["static"], "convert", use_running_absmax=True))
     w: Any = model[0].weight
-    assert torch.equal(w.act_pre_scale, V18["smooth.static.0.act_pre_scale"])
-    assert torch.equal(w.qdata, V18["smooth.static.0.qdata"])
+    assert alike(w.act_pre_scale, V18["smooth.static.0.act_pre_scale"])
+    assert alike(w.qdata, V18["smooth.static.0.qdata"])
     torch.testing.assert_close(w.act_quant_scale.reshape(1), V18["smooth.static.0.act_quant_scale"].reshape(1))
 
 

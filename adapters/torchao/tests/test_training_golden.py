@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -15,21 +14,20 @@ GOLDEN = Path(__file__).parent / "golden"
 sys.path.append(str(GOLDEN))
 from own_trainable import train  # noqa: E402
 
-# Golden numbers depend on torch's own float kernels, which round otherwise on processors without bf16 instructions.
-RECORDED_HERE = pytest.mark.skipif(
-    "avx512_bf16" not in library.isas(), reason="recorded on a processor with avx512_bf16"
-)
+# Recorded on an AMD EPYC Zen 4. Elsewhere products of floats differ in their last bits, which move codes, and eight
+# steps of training add that up.
+RECORDED_HERE = "avx512_bf16" in library.isas()
 
 
-@RECORDED_HERE
 def test_steps_are_those_that_torchao_makes() -> None:
     told, got = load_file(GOLDEN / "torchao_0.18_training.safetensors"), train(TorchAOBaseTensor, quant_primitives)
     assert got.keys() == told.keys()
     assert told["losses"][-1] < told["losses"][0]
+    torch.testing.assert_close(got["losses"], told["losses"], rtol=1e-4 if RECORDED_HERE else 1e-3, atol=0)
     for name, value in told.items():
-        if value.dtype is torch.int8:  # products of floats differ in their last bits between processors
+        if value.dtype is torch.int8:
             difference = (got[name].int() - value.int()).abs()
-            assert difference.max() <= 1
-            assert (difference > 0).float().mean() < 0.01
+            assert difference.max() <= (1 if RECORDED_HERE else 2)
+            assert (difference > (0 if RECORDED_HERE else 1)).float().mean() < (0.01 if RECORDED_HERE else 0.05)
         else:
-            torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(got[name], value, rtol=1e-4 if RECORDED_HERE else 2e-2, atol=1e-6)
