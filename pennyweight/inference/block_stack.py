@@ -71,7 +71,7 @@ class BlockStack:
         """Whether the blocks are still known to follow each other."""
         return all(map(is_, map(_NEXT, self.bounds), self.links))
 
-    def unseen(self) -> bool:
+    def unobserved(self) -> bool:
         """Whether nothing but the caller sees inputs and outputs of the blocks: hooks, compilers, other forwards."""
         return not (
             has_hooks(self.outer_hooks) or any(self.backward_hooks)
@@ -133,6 +133,7 @@ class BlockStack:
         layers of caches, which get room for the new tokens. None: nothing was changed."""
         batch, tokens, _ = x.shape
         rooms: list[tuple[Any, block_cache.Room | None]] = []
+        layers: set[int] = set()
         alike: dict[Any, tuple[int, Call]] = {}
         found: list[tuple[int, Call]] = []
         for i, (bound, group) in enumerate(zip(self.bounds, which, strict=False)):
@@ -141,10 +142,10 @@ class BlockStack:
             shape = batch, heads.shared, tokens, heads.size
             layer = room = None
             if read.cache is not None and description.cached:
-                layer = block_cache.layer_of(getattr(read.cache, "self_attention_cache", read.cache), description.layer)
-                room = None if layer is None else block_cache.room(layer, shape, x.dtype)
-                if room is None or (room.codes and tokens > 1 and read.call.mask is None):
+                layer, room = bound.room(read.cache, read.call, shape, x.dtype)
+                if room is None or id(layer) in layers:  # two blocks append to one layer
                     return None
+                layers.add(id(layer))
             rooms.append((layer, room))
             place = None if room is None else (room.past, room.length, room.codes)
             key = group, description.causal, description.cached, heads.query, shape, place

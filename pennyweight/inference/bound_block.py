@@ -127,11 +127,9 @@ class Bound:
         if self.whole.runner.converted():  # the block's own forward gives another dtype
             self.expired = True
             return "a parameter was converted to another dtype or moved"
-        cache = getattr(cache, "self_attention_cache", cache)
-        layer = block_cache.layer_of(cache, description.layer)
-        room = None if layer is None else block_cache.room(layer, shape, x.dtype)
-        if room is None or (room.codes and tokens > 1 and call.mask is None):  # which tokens are seen then: see _limit
-            return self._in_two_parts(x, call, cache, shape, kept)
+        layer, room = self.room(cache, call, shape, x.dtype)
+        if room is None:
+            return self._in_two_parts(x, call, getattr(cache, "self_attention_cache", cache), shape, kept)
         if isinstance(made := self.call_for(call, batch, tokens, room), str):
             return made
         call.keys, call.values = block_cache.take(layer, room)
@@ -139,6 +137,17 @@ class Bound:
         if block_cache.quantizes(layer):
             layer.quantize_old()
         return y
+
+    def room(
+        self, cache: Any, call: Call, shape: tuple[int, int, int, int], dtype: torch.dtype
+    ) -> tuple[Any, block_cache.Room | None]:
+        """The block's layer of a cache, and room in it for keys and values of this shape; nothing is changed. None: the
+        cache's own ``update`` must be called."""
+        layer = block_cache.layer_of(getattr(cache, "self_attention_cache", cache), self.description.layer)
+        room = None if layer is None else block_cache.room(layer, shape, dtype)
+        if room is not None and room.codes and shape[2] > 1 and call.mask is None:  # which tokens are seen: see _limit
+            return layer, None
+        return layer, room
 
     def call_for(self, call: Call, batch: int, tokens: int, room: block_cache.Room | None) -> Call | str:
         """The call, with the place of its tokens in a cache, if there is one; or the reason why it is not fused."""

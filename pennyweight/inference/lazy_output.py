@@ -222,7 +222,7 @@ def lazy_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if stack is None:
         bound.next = no_block
         return None
-    if not stack.unseen():
+    if not stack.unobserved():
         return None
     calls = Pass(stack, x.clone())  # the caller may write to x before the blocks run
     return bound.reader.returned(LazyOutput(calls, 0), args, kwargs) if calls.add(module, args, kwargs) else None

@@ -388,6 +388,52 @@ def test_values_that_are_read_under_another_mode(chain: Any, one_by_one: Any) ->
             torch.testing.assert_close(h + 0, expected)
 
 
+def test_hooks_of_accelerate(one_by_one: Any) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    seen: list[tuple[Any, Any]] = []
+
+    class Watching(hooks.ModelHook):  # type: ignore[misc]
+        def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append((type(args[0]), args[0].clone()))
+            return args, kwargs
+
+        def post_forward(self, module: Any, output: Any) -> Any:
+            seen.append((type(output), output.clone()))
+            return output
+
+    model = fused("llama")
+    decode(model, DynamicCache())
+    for layer in model.model.layers:
+        hooks.add_hook_to_module(layer, Watching())
+    found, outputs = decode(model, DynamicCache()), seen.copy()
+    seen.clear()
+    assert same(found, one_by_one(lambda: decode(model, DynamicCache())))
+    assert all(kind is Tensor for kind, _ in outputs)
+    assert same([t for _, t in outputs], [t for _, t in seen])
+    hooks.remove_hook_from_module(model, recurse=True)
+    assert same(decode(model, DynamicCache()), found)
+
+
+def test_blocks_that_append_to_one_layer_of_a_cache(one_by_one: Any) -> None:
+    model = fused("llama")
+    for layer in model.model.layers:
+        layer.self_attn.layer_idx = 0
+    pw.fuse_(model)
+    x = torch.randn(1, 3, 64)
+    rotation = model.model.rotary_emb(x, torch.arange(3)[None])
+
+    def run() -> list[Tensor]:
+        cache, h = DynamicCache(), x
+        with torch.no_grad():
+            for layer in model.model.layers:
+                h = layer(h, position_embeddings=rotation, past_key_values=cache)
+        return [h.clone(), cache.layers[0].keys]
+
+    expected = one_by_one(run)
+    for _ in range(3):
+        assert same(run(), expected)
+
+
 def test_a_compiled_block(stacks: list[int]) -> None:
     layers = list(fused("bert").encoder.layer)
     x = torch.randn(1, 6, 64)

@@ -66,7 +66,11 @@ inline F fadd(F a, F b) { PW_EACH(F, 16, a.v[i] + b.v[i]); }
 inline F fmul(F a, F b) { PW_EACH(F, 16, a.v[i] * b.v[i]); }
 inline F fma(F a, F b, F c) { PW_EACH(F, 16, __builtin_fmaf(a.v[i], b.v[i], c.v[i])); }
 inline F cvt(I a) { PW_EACH(F, 16, (float)a.v[i]); }
-inline I iround(F a) { PW_EACH(I, 16, (int32_t)__builtin_rintf(a.v[i])); }        // ties to even
+// Ties to even. What is no int32 gives the least one, as x86's instruction does: a cast of it is not defined.
+inline int32_t round_int(float a) {
+    return a >= -2147483648.0f && a < 2147483648.0f ? (int32_t)__builtin_rintf(a) : INT32_MIN;
+}
+inline I iround(F a) { PW_EACH(I, 16, round_int(a.v[i])); }
 inline F fleast(F a, F b) { PW_EACH(F, 16, a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }  // b where a is NaN
 inline F fmost(F a, F b) { PW_EACH(F, 16, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
 inline F bitcast(I a) {
