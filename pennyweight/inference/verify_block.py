@@ -49,7 +49,7 @@ def verify(block: nn.Module, bound: Bound, observed: Observed, *, brief: bool = 
     """Compare both for random inputs, masks, rotations and caches. Raises Refusal if they differ.
 
     A block in half precision is first compared in float32, with the reference, where rounding hides nothing. brief: one
-    case, of a block that is built like one that was compared: values of tensors and the index in a cache are new.
+    call, of a block that is built like one that was compared: values of tensors and the index in a cache are new.
     """
     if bound.description.dtype is not torch.float32 and not brief:
         twin, description = copy.deepcopy(block).float(), replace(bound.description, dtype=torch.float32)
@@ -105,10 +105,12 @@ def _cases(
 
 
 def _brief(description: BlockDescription, observed: Observed) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The last of the cases without a cache, and the first two calls with one."""
-    cases = list(_cases(description, observed, SHAPES[:1], _caches(bool(description.arguments.states))[:1]))
-    case, calls = cases[-1]
-    yield case, calls[:2]
+    """One call of two sequences, with an empty cache and a mask if there are such."""
+    a = description.arguments
+    makers = _caches(bool(a.states)) if a.cache else []
+    caches = (makers[0](), makers[0]()) if makers else None
+    kwargs = _arguments(description, observed, *SHAPES[0], 0, "a float mask" if a.mask else "no mask", Random(1))
+    yield f"batch {SHAPES[0][0]}, {SHAPES[0][1]} tokens", [kwargs if caches is None else {**kwargs, a.cache: caches}]
 
 
 def _caches(pairs: bool) -> list[Any]:

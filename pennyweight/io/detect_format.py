@@ -149,14 +149,22 @@ def model_folder(path: str, *, tokenizer: bool = True) -> Iterator[str]:
 
     Raises CheckpointError if there is no such path or the metadata describe no model that transformers has.
     """
+    with opened_model_folder(path, tokenizer=tokenizer) as (folder, _):
+        yield folder
+
+
+@contextmanager
+def opened_model_folder(path: str, *, tokenizer: bool = True) -> Iterator[tuple[str, Opened | None]]:
+    """The same, and for a GGUF file whose metadata were written its tensors under Hugging Face's names."""
     if not os.path.lexists(path):
         raise CheckpointError(path, None, f"there is no such file or folder{no_such_path(path)}")
     found = find_gguf(path)
     if found is None or (os.path.isdir(path) and os.path.lexists(os.path.join(path, "config.json"))):
-        yield folder_of(path)
+        yield folder_of(path), None
         return
     from .gguf.reader import open_gguf, under_hf_names, write_side_files
 
     with open_gguf(path, found) as source, tempfile.TemporaryDirectory() as folder:
-        write_side_files(under_hf_names(source), folder, None, tokenizer=tokenizer)
-        yield folder
+        named = under_hf_names(source)
+        write_side_files(named, folder, None, tokenizer=tokenizer)
+        yield folder, named

@@ -102,22 +102,29 @@ def load(
         raise ValueError("load(verify=True) runs the model; pass one, or leave verify out")
     golden = VERIFIER[0]() if verify else None
     expected = None if golden is None else golden.expected_beside(path)  # fails before loading if the file is missing
-    # Parameters made in inference mode could never require grad again.
-    with (
-        step("load", progress) as advance,
-        open_any(path, allow_pickle=allow_pickle, mmap=mmap) as checkpoint,
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):
+    with step("load", progress) as advance, open_any(path, allow_pickle=allow_pickle, mmap=mmap) as checkpoint:
         if model is None:
-            state = checkpoint.state_dict()
-            moved = {id(t): _to(t, device, dtype) for t in state.values()}
-            return {name: moved[id(t)] for name, t in state.items()}
+            with torch.inference_mode(False), torch.no_grad():
+                state = checkpoint.state_dict()
+                moved = {id(t): _to(t, device, dtype) for t in state.values()}
+                return {name: moved[id(t)] for name, t in state.items()}
         if checkpoint.format == "gguf":
             from .gguf.reader import under_hf_names
 
             checkpoint = under_hf_names(checkpoint, names)
-        model_in = getattr(model, "_orig_mod", model)  # torch.compile wraps a module and puts its own prefix on names
+        load_opened(checkpoint, model, strict=strict, device=device, dtype=dtype, advance=advance)
+    if golden is not None:
+        golden.check(model, path, expected)
+    return model
+
+
+def load_opened(
+    checkpoint: Opened, model: nn.Module, *, strict: bool, device: torch.device | str | None,
+    dtype: torch.dtype | None = None, advance: Callback,
+) -> None:  # fmt: skip
+    """:func:`load` of an open checkpoint under the names of the model."""
+    model_in = getattr(model, "_orig_mod", model)  # torch.compile wraps a module and puts its own prefix on names
+    with torch.inference_mode(False), torch.no_grad():  # parameters of inference mode could never require grad again
         slots = slots_of(model_in)
         lost = meta_buffers(model_in) if strict else []
         if lost:
@@ -129,14 +136,13 @@ def load(
         source = _match(checkpoint, slots, strict)
         new = _tensors(checkpoint, slots, source, device, dtype, advance)
         _assign(slots, new, checkpoint.path)
-        if checkpoint.algorithm:
-            setattr(model_in, ALGORITHM, checkpoint.algorithm)  # for the next save
-        settle_saving_(model_in)
-        quantized = sum(isinstance(t, AffineQuantizedTensor) for t in new.values())
-        _LOG.info("load: %d tensors, %d of them quantized, from %s (%s)", len(new), quantized, path, checkpoint.format)
-    if golden is not None:
-        golden.check(model, path, expected)
-    return model
+    if checkpoint.algorithm:
+        setattr(model_in, ALGORITHM, checkpoint.algorithm)  # for the next save
+    settle_saving_(model_in)
+    quantized = sum(isinstance(t, AffineQuantizedTensor) for t in new.values())
+    _LOG.info(
+        "load: %d tensors, %d of them quantized, from %s (%s)", len(new), quantized, checkpoint.path, checkpoint.format
+    )
 
 
 def _match(c: Opened, slots: dict[str, Slot], strict: bool) -> dict[str, str]:

@@ -277,9 +277,12 @@ def pack(name: str, w: AffineQuantizedTensor, meta: Meta) -> dict[str, Tensor]:
         return pack_parts(name, parts, meta, packed)
 
 
-def from_parts(name: str, parts: Parts, meta: Meta) -> AffineQuantizedTensor:
-    """The quantized tensor of plain parts read from a file of any format. Raises KeyedError if they are invalid."""
-    return build(name, meta, pack_parts(name, parts, meta).__getitem__)
+def from_parts(name: str, parts: Parts, meta: Meta, packed: bool = False) -> AffineQuantizedTensor:
+    """The quantized tensor of plain parts read from a file of any format. packed: codes are already a bit stream.
+
+    Raises KeyedError if they are invalid.
+    """
+    return build(name, meta, pack_parts(name, parts, meta, packed).__getitem__)
 
 
 def pack_parts(name: str, parts: Parts, meta: Meta, packed: bool = False) -> dict[str, Tensor]:

@@ -100,6 +100,8 @@ def _check_value(
         any_sign = slot == "offset" or signed
         if isinstance(kind, QuantSpec):
             _check_value(full, kind, part_shape, get, any_sign)
+            if any_sign and kind.format.kind == "int" and kind.scale is torch.float16:
+                continue  # at most 255 times 65504: finite
             value = dequantize(read_parts(full, kind, part_shape, get), kind, part_shape)
             check_real(value, full, any_sign or kind.offset is not None)
         elif slot == "zero_point" and spec.zero_point_bits < 8:

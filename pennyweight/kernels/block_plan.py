@@ -165,14 +165,13 @@ def _weight(w: Tensor, dtype: torch.dtype) -> tuple[IntLinear, Operand]:
         raise Refusal("needs a weight whose channels are not permuted")
     if w._pre_scale is not None:
         raise Refusal("needs a weight without a pre_scale, by which its input is multiplied (AWQ, SmoothQuant)")
-    verdict = int_linear._accepts(case)
+    verdict = int_linear.supports(case)
     if verdict is not True:
         raise Refusal(str(verdict))
     if case.spec.layout != int_linear.LAYOUT.name:
         raise Refusal(f'needs a weight in layout "{int_linear.LAYOUT.name}", this one is in "{case.spec.layout}"')
-    plain = replace(case, spec=case.spec.with_(layout="plain"))
-    struct = int_linear.describe(plain)
-    operand = int_linear._operands(plain, struct)(w.parts)
+    struct, operands = int_linear.described(replace(case, spec=case.spec.with_(layout="plain")))
+    operand = operands(w.parts)
     if operand.static is not None:
         scale, kind, _, _ = operand.static
         if kind is not torch.float32 or scale.dtype is not torch.float32 or scale.numel() != 1:

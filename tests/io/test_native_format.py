@@ -19,7 +19,9 @@ from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError, flatten, load, save, unflatten
 from tests.io import numpy_reader
 
-EVERY_FORMAT = {f"every {f.name}": QuantSpec(f, (7,)) for f in all_formats() if f.name != "e8m0"}
+EVERY_FORMAT = {
+    f"every {f.name}": QuantSpec(f, (7,)) for f in all_formats() if f.name != "e8m0" and not f.name.startswith("test_")
+}
 EVERY_SPEC = {**SPECS, **EVERY_FORMAT}
 SHAPES = [(8, 256), (5, 37), (3, 4, 50), (300,), (2, 0), (1, 1)]
 

@@ -13,11 +13,12 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ...core.model_arguments import check_arguments
 from ...core.tensor import AffineQuantizedTensor
-from ...io.detect_format import model_folder
-from ...io.loading import load
+from ...io.detect_format import opened_model_folder
+from ...io.loading import load, load_opened
 from ...io.state_dict import slots_of
 from ...support.arguments import check_nothing, show
 from ...support.errors import ArgumentTypeError
+from ...support.progress import step
 from .saving import attach_quantizer
 
 
@@ -48,26 +49,30 @@ def load_pretrained(
     """
     from transformers import AutoConfig, GenerationConfig
 
-    path = os.fspath(folder)
-    own = config_folder is None
-    with model_folder(path, tokenizer=False) if own else nullcontext(os.fspath(config_folder)) as files:
-        config = AutoConfig.from_pretrained(files) if config is None else config
-        settings = os.path.join(files, "generation_config.json")
-        generation = GenerationConfig.from_pretrained(files) if os.path.isfile(settings) else None
-    if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config
-    config.name_or_path = path
-    if dtype is not None:
-        kwargs["dtype"] = dtype
     if not hasattr(model_class, "from_config") and not hasattr(model_class, "_from_config"):
         raise ArgumentTypeError(
             f"model_class must be a class of transformers such as AutoModelForCausalLM, got {show(model_class)}"
         )
     make = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
-    with _parameters_on_meta():
-        model = make(config, **kwargs)
-    made = model.dtype
-    load(path, model, strict=strict, device=device)
+    path = os.fspath(folder)
+    own = opened_model_folder(path, tokenizer=False)
+    with own if config_folder is None else nullcontext((os.fspath(config_folder), None)) as (files, opened):
+        config = AutoConfig.from_pretrained(files) if config is None else config
+        settings = os.path.join(files, "generation_config.json")
+        generation = GenerationConfig.from_pretrained(files) if os.path.isfile(settings) else None
+        if getattr(config, "quantization_config", None) is not None:
+            del config.quantization_config
+        config.name_or_path = path
+        if dtype is not None:
+            kwargs["dtype"] = dtype
+        with _parameters_on_meta():
+            model = make(config, **kwargs)
+        made = model.dtype
+        if opened is None:
+            load(path, model, strict=strict, device=device)
+        else:  # a file with a long vocabulary is not parsed twice
+            with step("load", None) as advance:
+                load_opened(opened, model, strict=strict, device=device, advance=advance)
     if dtype is not None:
         _cast(model, made)
     if device is not None:

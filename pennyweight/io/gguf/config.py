@@ -364,10 +364,13 @@ def config_from_kv(
 
 
 def _vocab_size(kv: Mapping[str, Any], arch: str) -> int:
-    tokens = kv.get("tokenizer.ggml.tokens")
-    if f"{arch}.vocab_size" not in kv and not isinstance(tokens, list):
-        raise ValueError(f"the metadata has neither {arch}.vocab_size nor tokenizer.ggml.tokens")
-    return integer(kv, f"{arch}.vocab_size", len(tokens) if isinstance(tokens, list) else 0)
+    key, name = f"{arch}.vocab_size", "tokenizer.ggml.tokens"
+    if key in kv:  # the tokens are decoded on access
+        return integer(kv, key)
+    tokens = kv.get(name)
+    if not isinstance(tokens, list):
+        raise ValueError(f"the metadata has neither {key} nor {name}")
+    return integer({name: len(tokens)}, name)
 
 
 def generation_files(kv: Mapping[str, Any]) -> dict[str, bytes]:

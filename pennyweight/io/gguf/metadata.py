@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -248,23 +248,45 @@ class Cursor:
         if self._strings > MAX_STRINGS:
             raise ValueError(f"more than {MAX_STRINGS} strings in arrays")
         pieces = []
-        unpack, at, first = _U64.unpack_from, self._at, self._at
+        long = []  # where strings of 128 bytes and more begin, in the file
+        offset = self.offset
+        unpack, buffer, at, first = _U64.unpack_from, self._buffer, self._at, self._at
+        size = len(buffer) - 8
         for _ in range(count):  # may run a million times: calls only buffer functions
-            if len(self._buffer) - at < 8 or len(self._buffer) - at - 8 < unpack(self._buffer, at)[0]:
-                pieces.append(self._buffer[first:at])
+            end = at + 8 + unpack(buffer, at)[0] if at <= size else 0
+            if not at < end <= size + 8:
+                pieces.append(buffer[first:at])
                 self._at = at
                 self._need(8)
                 self._need(8 + unpack(self._buffer, self._at)[0])
-                at = first = self._at
-            end = at + 8 + unpack(self._buffer, at)[0]
-            try:
-                self._buffer[at + 8 : end].decode()
-            except UnicodeDecodeError:
-                raise ValueError(f"string at {self._start + at + 8} is not UTF-8") from None
+                buffer, at, first = self._buffer, self._at, self._at
+                size = len(buffer) - 8
+                end = at + 8 + unpack(buffer, at)[0]
+            if end - at >= 8 + 128:
+                long.append((self._start + at - offset, self._start + end - offset))
             at = end
-        pieces.append(self._buffer[first:at])
+        pieces.append(buffer[first:at])
         self._at = at
-        return Value._of_strings(b"".join(pieces), count)
+        stored = b"".join(pieces)
+        _check_utf8(stored, long, offset)
+        return Value._of_strings(stored, count)
+
+
+def _check_utf8(stored: bytes, long: Sequence[tuple[int, int]], offset: int) -> None:
+    """Raise ValueError if a string is not UTF-8. long: begin and end of the strings of 128 bytes and more.
+
+    Lengths below 128 are ASCII bytes, which end no character of more bytes and begin none. So strings with such lengths
+    are UTF-8 if and only if the bytes of all together are, which one call finds out.
+    """
+    at = 0
+    try:
+        for begin, end in (*long, (len(stored), len(stored))):
+            stored[at:begin].decode()
+            at = begin + 8
+            stored[at:end].decode()
+            at = end
+    except UnicodeDecodeError as e:
+        raise ValueError(f"string at {offset + at + e.start} is not UTF-8") from None
 
 
 def _name(number: int) -> str:

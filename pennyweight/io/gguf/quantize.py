@@ -84,7 +84,7 @@ def quantize_native(
     kind = TYPES[name]
     k = x.shape[-1] if x.ndim else 0
     if (
-        kind.id not in native_convert.GGUF_BLOCKS or not x.numel() or k % kind.elements or not x.is_cpu
+        kind.id not in native_convert.GGUF_MADE or not x.numel() or k % kind.elements or not x.is_cpu
         or x.dtype not in FLOAT_KINDS or usable() is not True
     ):  # fmt: skip
         return None

@@ -1,7 +1,7 @@
 """ggml's block types: [B, bytes of a block] to plain parts [B, k], and back.
 
 Sources: ggml-common.h and the dequantizers of the ``gguf`` package, which the tests compare with. The codebooks of the
-I-quants come from that package."""
+I-quants come from that package. ``codes`` of a function: their bit stream, where native code has read it."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ def join(values: Tensor, run: int, shifts: Sequence[int]) -> Tensor:
 
 
 def numbers(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes of each row as numbers of a wider dtype; copied, since data in a file may be unaligned."""
-    return raw.clone(memory_format=torch.contiguous_format).view(dtype)
+    """The bytes of each row as numbers of a wider dtype; copied, as bytes where a row begins at an odd one."""
+    size = dtype.itemsize
+    if raw.stride(0) % size or raw.storage_offset() % size:
+        return raw.clone(memory_format=torch.contiguous_format).view(dtype)
+    return raw.view(dtype).clone(memory_format=torch.contiguous_format)
 
 
 def half(raw: Tensor) -> Tensor:
@@ -66,18 +69,18 @@ def cut(raw: Tensor, *sizes: int) -> list[Tensor]:
 # -- one scale per block -----------------------------------------------------------------------------------------------
 
 
-def q4_0(raw: Tensor) -> Parts:
+def q4_0(raw: Tensor, codes: Tensor | None = None) -> Parts:
     d, qs = cut(raw, 2, 16)
-    return Parts(fields(qs, 16, _NIBBLES, 4), half(d))
+    return Parts(fields(qs, 16, _NIBBLES, 4) if codes is None else codes, half(d))
 
 
 def pack_q4_0(p: Parts) -> Tensor:
     return torch.cat([raw_bytes(p.scale), join(p.codes, 16, _NIBBLES)], 1)
 
 
-def q4_1(raw: Tensor) -> Parts:
+def q4_1(raw: Tensor, codes: Tensor | None = None) -> Parts:
     d, m, qs = cut(raw, 2, 2, 16)
-    return Parts(fields(qs, 16, _NIBBLES, 4), half(d), offset=half(m))
+    return Parts(fields(qs, 16, _NIBBLES, 4) if codes is None else codes, half(d), offset=half(m))
 
 
 def pack_q4_1(p: Parts) -> Tensor:
@@ -92,27 +95,27 @@ def _pack_five_bits(codes: Tensor) -> Tensor:
     return torch.cat([join(codes >> 4, 1, _EIGHT), join(codes & 15, 16, _NIBBLES)], 1)
 
 
-def q5_0(raw: Tensor) -> Parts:
+def q5_0(raw: Tensor, codes: Tensor | None = None) -> Parts:
     d, qh, qs = cut(raw, 2, 4, 16)
-    return Parts(_five_bits(qh, qs), half(d))
+    return Parts(_five_bits(qh, qs) if codes is None else codes, half(d))
 
 
 def pack_q5_0(p: Parts) -> Tensor:
     return torch.cat([raw_bytes(p.scale), _pack_five_bits(p.codes)], 1)
 
 
-def q5_1(raw: Tensor) -> Parts:
+def q5_1(raw: Tensor, codes: Tensor | None = None) -> Parts:
     d, m, qh, qs = cut(raw, 2, 2, 4, 16)
-    return Parts(_five_bits(qh, qs), half(d), offset=half(m))
+    return Parts(_five_bits(qh, qs) if codes is None else codes, half(d), offset=half(m))
 
 
 def pack_q5_1(p: Parts) -> Tensor:
     return torch.cat([raw_bytes(p.scale), raw_bytes(p.offset), _pack_five_bits(p.codes)], 1)
 
 
-def q8_0(raw: Tensor) -> Parts:
+def q8_0(raw: Tensor, codes: Tensor | None = None) -> Parts:
     d, qs = cut(raw, 2, 32)
-    return Parts(qs.contiguous().view(torch.int8), half(d))
+    return Parts((qs.contiguous() if codes is None else codes).view(torch.int8), half(d))
 
 
 def pack_q8_0(p: Parts) -> Tensor:
@@ -165,12 +168,12 @@ def pack_tq2_0(p: Parts) -> Tensor:
 # -- tables and microscaling -------------------------------------------------------------------------------------------
 
 
-def mxfp4(raw: Tensor) -> Parts:
+def mxfp4(raw: Tensor, codes: Tensor | None = None) -> Parts:
     """ggml stores twice the e2m1 values and half the power of two; the resulting values are those of OCP MX."""
     e, qs = cut(raw, 1, 16)
     if e.numel() and int(e.max()) == 255:
         raise ValueError(f"MXFP4: {int((e == 255).sum())} scales are 255, which is NaN")
-    return Parts(fields(qs, 16, _NIBBLES, 4), Parts(e.contiguous()))
+    return Parts(fields(qs, 16, _NIBBLES, 4) if codes is None else codes, Parts(e.contiguous()))
 
 
 def pack_mxfp4(p: Parts) -> Tensor:
@@ -195,10 +198,11 @@ def pack_nvfp4(p: Parts) -> Tensor:
 # A K-quant subtracts dmin * m while a spec adds an offset, so the scale of the offset is -dmin (its sign bit flipped).
 
 
-def q2_k(raw: Tensor) -> Parts:
+def q2_k(raw: Tensor, codes: Tensor | None = None) -> Parts:
     scales, qs, d, dmin = cut(raw, 16, 64, 2, 2)
     offset = Parts(scales >> 4, minus(half(dmin)))
-    return Parts(fields(qs, 32, _PAIRS, 2), Parts(scales & 15, half(d)), offset=offset)
+    codes = fields(qs, 32, _PAIRS, 2) if codes is None else codes
+    return Parts(codes, Parts(scales & 15, half(d)), offset=offset)
 
 
 def pack_q2_k(p: Parts) -> Tensor:
@@ -207,11 +211,12 @@ def pack_q2_k(p: Parts) -> Tensor:
     return torch.cat([scales, join(p.codes, 32, _PAIRS), d, dmin], 1)
 
 
-def q3_k(raw: Tensor) -> Parts:
+def q3_k(raw: Tensor, codes: Tensor | None = None) -> Parts:
     hmask, qs, low, high, d = cut(raw, 32, 64, 8, 4, 2)
-    codes = fields(qs, 32, _PAIRS, 2) | (fields(hmask, 32, _EIGHT, 1) << 2)
+    if codes is None:
+        codes = (fields(qs, 32, _PAIRS, 2) | (fields(hmask, 32, _EIGHT, 1) << 2)).view(torch.int8) - 4
     scales = fields(low, 8, _NIBBLES, 4) | (fields(high, 4, _PAIRS, 2) << 4)
-    return Parts(codes.view(torch.int8) - 4, Parts(scales.view(torch.int8) - 32, half(d)))
+    return Parts(codes, Parts(scales.view(torch.int8) - 32, half(d)))
 
 
 def pack_q3_k(p: Parts) -> Tensor:
@@ -239,28 +244,31 @@ def _head(p: Parts) -> list[Tensor]:
     return [raw_bytes(p.scale.scale), raw_bytes(minus(p.offset.scale)), *first, last]
 
 
-def q4_k(raw: Tensor) -> Parts:
+def q4_k(raw: Tensor, codes: Tensor | None = None) -> Parts:
     d, dmin, scales, qs = cut(raw, 2, 2, 12, 128)
-    return _with_mins(fields(qs, 32, _NIBBLES, 4), d, dmin, scales)
+    return _with_mins(fields(qs, 32, _NIBBLES, 4) if codes is None else codes, d, dmin, scales)
 
 
 def pack_q4_k(p: Parts) -> Tensor:
     return torch.cat([*_head(p), join(p.codes, 32, _NIBBLES)], 1)
 
 
-def q5_k(raw: Tensor) -> Parts:
+def q5_k(raw: Tensor, codes: Tensor | None = None) -> Parts:
     d, dmin, scales, qh, qs = cut(raw, 2, 2, 12, 32, 128)
-    return _with_mins(fields(qs, 32, _NIBBLES, 4) | (fields(qh, 32, _EIGHT, 1) << 4), d, dmin, scales)
+    if codes is None:
+        codes = fields(qs, 32, _NIBBLES, 4) | (fields(qh, 32, _EIGHT, 1) << 4)
+    return _with_mins(codes, d, dmin, scales)
 
 
 def pack_q5_k(p: Parts) -> Tensor:
     return torch.cat([*_head(p), join(p.codes >> 4, 32, _EIGHT), join(p.codes & 15, 32, _NIBBLES)], 1)
 
 
-def q6_k(raw: Tensor) -> Parts:
+def q6_k(raw: Tensor, codes: Tensor | None = None) -> Parts:
     ql, qh, scales, d = cut(raw, 128, 64, 16, 2)
-    codes = fields(ql, 64, _NIBBLES, 4) | (fields(qh, 32, _PAIRS, 2) << 4)
-    return Parts(codes.view(torch.int8) - 32, Parts(scales.contiguous().view(torch.int8), half(d)))
+    if codes is None:
+        codes = (fields(ql, 64, _NIBBLES, 4) | (fields(qh, 32, _PAIRS, 2) << 4)).view(torch.int8) - 32
+    return Parts(codes, Parts(scales.contiguous().view(torch.int8), half(d)))
 
 
 def pack_q6_k(p: Parts) -> Tensor:
@@ -269,10 +277,11 @@ def pack_q6_k(p: Parts) -> Tensor:
     return torch.cat([join(codes & 15, 64, _NIBBLES), join(codes >> 4, 32, _PAIRS), *scales], 1)
 
 
-def iq4_xs(raw: Tensor) -> Parts:
+def iq4_xs(raw: Tensor, codes: Tensor | None = None) -> Parts:
     d, high, low, qs = cut(raw, 2, 2, 4, 128)
     scales = fields(low, 1, _NIBBLES, 4) | (fields(high, 1, _PAIRS, 2) << 4)
-    return Parts(fields(qs, 16, _NIBBLES, 4), Parts(scales.view(torch.int8) - 32, half(d)))
+    codes = fields(qs, 16, _NIBBLES, 4) if codes is None else codes
+    return Parts(codes, Parts(scales.view(torch.int8) - 32, half(d)))
 
 
 def pack_iq4_xs(p: Parts) -> Tensor:

@@ -108,10 +108,13 @@ def _held(file: File, name: str) -> StoredTensor:
     def decoded(raw: Tensor, shape: tuple[int, ...]) -> Tensor:
         with checkpoint_errors(file.path, name):
             try:
-                parts = e.type.decode(raw, shape)
+                stream = e.type.decode_stream(raw, shape)
+                parts = e.type.decode(raw, shape) if stream is None else stream
             except ImportError as err:  # the type's codebook needs the gguf package
                 raise CheckpointError(file.path, name, str(err)) from err
-            return parts.codes if e.type.plain else from_parts(name, parts, replace(kind, shape=shape))
+            if e.type.plain:
+                return parts.codes
+            return from_parts(name, parts, replace(kind, shape=shape), packed=stream is not None)
 
     def rows(start: int, stop: int) -> Tensor:
         each = e.rows // shape[0]

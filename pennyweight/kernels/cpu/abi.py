@@ -15,7 +15,7 @@ def _f(kind: Any, names: str) -> Iterator[tuple[str, Any]]:
         yield name, kind
 
 
-ABI = 9
+ABI = 10
 DONE, NO_MEMORY, INVALID = range(3)  # Status
 NONE, F32, BF16, F16, E8M0, I8, U8, E4M3 = range(8)  # Kind
 FLOAT, SYMMETRIC, ASYMMETRIC, STATIC = range(4)  # Activation
@@ -27,11 +27,13 @@ UNSIGNED, SIGNED, MINIFLOAT, LOOKUP = range(4)  # Meaning
 GIVEN, RULE_SYMMETRIC, NO_CLIP, RULE_ASYMMETRIC, MINMAX = range(5)  # Rule
 GGUF_Q4_0, GGUF_Q4_1, GGUF_Q5_0, GGUF_Q5_1, GGUF_Q8_0, GGUF_Q2_K = 2, 3, 6, 7, 8, 10  # GgufType
 GGUF_Q3_K, GGUF_Q4_K, GGUF_Q5_K, GGUF_Q6_K, GGUF_IQ4_NL, GGUF_IQ4_XS = 11, 12, 13, 14, 20, 23  # GgufType
+GGUF_MXFP4 = 39  # GgufType
 GGUF_PIECE = 4096
-GGUF_BLOCKS = {  # (elements, bytes) of a block
-    GGUF_Q4_0: (32, 18), GGUF_Q4_1: (32, 20), GGUF_Q5_0: (32, 22), GGUF_Q5_1: (32, 24), GGUF_Q8_0: (32, 34),
-    GGUF_Q2_K: (256, 84), GGUF_Q3_K: (256, 110), GGUF_Q4_K: (256, 144), GGUF_Q5_K: (256, 176), GGUF_Q6_K: (256, 210),
-    GGUF_IQ4_NL: (32, 18), GGUF_IQ4_XS: (256, 136),
+GGUF_BLOCKS = {  # (elements, bytes, bits of a code, made) of a block
+    GGUF_Q4_0: (32, 18, 4, 1), GGUF_Q4_1: (32, 20, 4, 1), GGUF_Q5_0: (32, 22, 5, 1), GGUF_Q5_1: (32, 24, 5, 1),
+    GGUF_Q8_0: (32, 34, 8, 1), GGUF_Q2_K: (256, 84, 2, 1), GGUF_Q3_K: (256, 110, 3, 1), GGUF_Q4_K: (256, 144, 4, 1),
+    GGUF_Q5_K: (256, 176, 5, 1), GGUF_Q6_K: (256, 210, 6, 1), GGUF_IQ4_NL: (32, 18, 4, 1),
+    GGUF_IQ4_XS: (256, 136, 4, 1), GGUF_MXFP4: (32, 17, 4, 0),
 }
 NO_NORM, LAYER_NORM, RMS_NORM = range(3)  # NormKind
 MOST_CHANNELS = 1024
@@ -250,6 +252,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {  # name: (result, argumen
     "pw_ranges": (_I, (_P, _P, _N, _P, _I)),
     "pw_finite": (_I, (_P, _I, _N, _I)),
     "pw_gguf_quantize": (_I, (_I, _P, _I, _N, _N, _P, _P, _P, _I)),
+    "pw_gguf_codes": (_I, (_I, _P, _N, _P, _I)),
     "pw_attention": (_I, (_P, _I)),
     "pw_rotary": (_I, (_P, _I)),
     "pw_optim_steps": (_I, (_P, _N, _I)),

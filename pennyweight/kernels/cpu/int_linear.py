@@ -231,7 +231,14 @@ def _act_group(act: ActivationSpec | None, columns: int) -> int:
 
 
 def _accepts(case: Case) -> bool | str:
-    for verdict in (usable(), fits(case.spec, case.shape), _activation(case.act, case.shape[-1])):
+    verdict = usable()
+    return supports(case) if verdict is True else verdict
+
+
+@lru_cache(maxsize=4096)
+def supports(case: Case) -> bool | str:
+    """True, or the reason why the kernel does not support the case, on any machine."""
+    for verdict in (fits(case.spec, case.shape), _activation(case.act, case.shape[-1])):
         if verdict is not True:
             return verdict
     return case.dtype in _FLOATS or f"for float32, bfloat16 and float16 inputs, not {case.dtype}"
@@ -281,8 +288,16 @@ def describe(case: Case) -> IntLinear:
 @lru_cache(maxsize=4096)
 def bind(case: Case) -> Bound:
     """The kernel specialized for one case; see :class:`pennyweight.kernels.table.Bound`."""
-    struct = describe(replace(case, spec=case.spec.with_(layout="plain")))
-    return Bound(native_linear.product(struct, case.dtype), _operands(case, struct))
+    struct, operands = described(replace(case, spec=case.spec.with_(layout="plain")))
+    return Bound(native_linear.product(struct, case.dtype), operands)
+
+
+@lru_cache(maxsize=4096)
+def described(case: Case) -> tuple[IntLinear, Callable[[Any], arguments.Operand]]:
+    """The structure of a case in layout "plain", which nobody writes to, and a function from the parts of a weight to
+    the checked operand of the native product."""
+    struct = describe(case)
+    return struct, _operands(case, struct)
 
 
 def _operands(case: Case, struct: IntLinear) -> Callable[[Any], arguments.Operand]:

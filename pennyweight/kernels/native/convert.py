@@ -171,6 +171,24 @@ def finite(x: Tensor, threads: int) -> bool:
 # -- blocks of GGUF files ----------------------------------------------------------------------------------------------
 
 
+GGUF_MADE = tuple(type_ for type_, (*_, made) in GGUF_BLOCKS.items() if made)  # types of gguf_quantize
+
+
+def gguf_codes(type_: int, blocks: Tensor, out: Tensor, threads: int) -> None:
+    """The codes of blocks of a GGUF type as a bit stream, see core/packing.py.
+
+    blocks: uint8, whole blocks. out: uint8 with the bytes of the stream. A code counts from 0.
+    """
+    if type_ not in GGUF_BLOCKS:
+        raise ArgumentError(f"gguf: got type {type_}; known types: {[*GGUF_BLOCKS]}")
+    elements, size, bits, _ = GGUF_BLOCKS[type_]
+    count = blocks.numel() // size
+    source = address(blocks, "gguf: blocks", (torch.uint8,), count * size, exact=True)
+    target = address(out, "gguf: codes", (torch.uint8,), count * elements // 8 * bits, exact=True)
+    if count:
+        check_status(native_function("pw_gguf_codes")(type_, source, count, target, threads), "gguf")
+
+
 def gguf_quantize(type_: int, x: Tensor, importance: Tensor | None, out: Tensor, sums: Tensor, threads: int) -> bool:
     """Quantize the rows of x [.., k] to blocks of a GGUF type. False if a scale is beyond float16: ``out`` is then not
     valid.
@@ -178,9 +196,9 @@ def gguf_quantize(type_: int, x: Tensor, importance: Tensor | None, out: Tensor,
     importance: float32 [k]. out: uint8 with the bytes of the blocks. sums: float64 [pieces, 2], sums of x**2 and
     (value - x)**2 of each GGUF_PIECE elements.
     """
-    if type_ not in GGUF_BLOCKS or x.ndim < 1 or x.dtype not in FLOAT_KINDS:
-        raise ArgumentError(f"gguf: got type {type_} for {list(x.shape)} {x.dtype}; known types: {[*GGUF_BLOCKS]}")
-    (elements, size), n, k = GGUF_BLOCKS[type_], x.numel(), x.shape[-1]
+    if type_ not in GGUF_MADE or x.ndim < 1 or x.dtype not in FLOAT_KINDS:
+        raise ArgumentError(f"gguf: got type {type_} for {list(x.shape)} {x.dtype}; known types: {[*GGUF_MADE]}")
+    (elements, size, _, _), n, k = GGUF_BLOCKS[type_], x.numel(), x.shape[-1]
     if not k or k % elements:
         raise ArgumentError(f"gguf: rows of {k} elements are not whole blocks of {elements}")
     source = address(x, "gguf: input", tuple(FLOAT_KINDS), n, exact=True)

@@ -80,6 +80,14 @@ BAD: dict[str, tuple[Change, str]] = {
     "array whose bytes wrap": (with_kv(kv("x", 9, array(4, 1 << 62, b""))), "ends early"),
     "strings of 2**61": (with_kv(kv("x", 9, array(8, 1 << 61, b""))), "strings"),
     "string in an array too long": (with_kv(kv("x", 9, array(8, 1, struct.pack("<Q", 1 << 40)))), "ends early"),
+    "long string in an array not UTF-8": (
+        with_kv(kv("x", 9, array(8, 2, text("a" * 200) + text(b"\xc3")))),
+        "not UTF-8",
+    ),
+    "string in an array ends in half a character": (
+        with_kv(kv("x", 9, array(8, 2, text(b"\xc3") + text(b"\xa4")))),
+        "not UTF-8",
+    ),
     "string in an array not UTF-8": (with_kv(kv("x", 9, array(8, 2, text("a") + text(b"\x80")))), "not UTF-8"),
     "string length 2**64 - 1": (with_kv(kv("x", 8, struct.pack("<Q", U64))), "string of"),
     "string longer than the file": (with_kv(kv("x", 8, struct.pack("<Q", 1 << 20))), "ends early"),

@@ -1,22 +1,28 @@
-"""Native quantizing to GGUF's types writes the bytes of the plain code."""
+"""Native quantizing to GGUF's types writes the bytes of the plain code, and native reading gives the same codes."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from pennyweight.core.numerics import dequantize
+from pennyweight.core.packing import pack_bits
+from pennyweight.core.spec import QuantSpec
 from pennyweight.io.gguf import quantize as module
 from pennyweight.io.gguf.blocks import TYPES
 from pennyweight.io.gguf.quantize import WEIGHTED, quantize, quantize_native
 from pennyweight.kernels.cpu import library
 from pennyweight.kernels.native import convert as native_convert
 from pennyweight.support.errors import ArgumentError
+from tests.io.gguf.samples import random_raw
 
 pytestmark = pytest.mark.skipif(library.available() is not True, reason="no native library")
-NAMES = [name for name, kind in TYPES.items() if kind.id in native_convert.GGUF_BLOCKS]
+NAMES = [name for name, kind in TYPES.items() if kind.id in native_convert.GGUF_MADE]
+READ = [name for name, kind in TYPES.items() if kind.id in native_convert.GGUF_BLOCKS]
 
 
 @contextmanager
@@ -55,9 +61,65 @@ def rows() -> Iterator[Tensor]:
 def test_every_type_but_these_has_native_code() -> None:
     without = {name for name in module.RULES if name not in NAMES}
     assert without == {"TQ1_0", "TQ2_0", "MXFP4", "NVFP4"}
-    for number, (elements, size) in native_convert.GGUF_BLOCKS.items():
+    for number, (elements, size, bits, _) in native_convert.GGUF_BLOCKS.items():
         kind = next(kind for kind in TYPES.values() if kind.id == number)
-        assert (kind.elements, kind.nbytes) == (elements, size)
+        assert isinstance(kind.spec, QuantSpec)
+        assert (kind.elements, kind.nbytes, kind.spec.format.bits) == (elements, size, bits)
+
+
+@pytest.mark.parametrize("isa", library.isas())
+@pytest.mark.parametrize("name", READ)
+def test_codes_are_those_of_the_plain_code(name: str, isa: str) -> None:
+    """From random bytes: every pattern of bits that a block can have."""
+    kind = TYPES[name]
+    assert isinstance(kind.spec, QuantSpec)
+    library.use_isa(isa)
+    try:
+        for shape in ((1, 256), (37, 768), (3, 5, 512), (700, 1024), (0, 256), (2, 0)):
+            raw = random_raw(kind, math.prod(shape[:-1]), shape[-1])
+            want, found = kind.decode(raw, shape), kind.decode_stream(raw, shape)
+            assert found is not None
+            codes, f = want.codes, kind.spec.format
+            codes = pack_bits(f.to_unsigned(codes), f.bits) if f.bits < 8 else codes
+            assert found.codes.shape == codes.shape
+            assert torch.equal(found.codes.view(torch.uint8), codes.view(torch.uint8))
+            for ours, theirs in zip(found[1:], want[1:], strict=True):
+                assert same_parts(ours, theirs)
+    finally:
+        library.use_isa("")
+
+
+def same_parts(a: Any, b: Any) -> bool:
+    """Whether two parts have the same bits: scales of random bytes may be NaN."""
+    if isinstance(a, Tensor):
+        return (
+            a.dtype is b.dtype
+            and a.shape == b.shape
+            and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        )
+    return a is b or all(same_parts(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_codes_do_not_depend_on_threads() -> None:
+    raw = random_raw(TYPES["Q6_K"], 300, 1024)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for n in (1, 2):
+            torch.set_num_threads(n)
+            parts = TYPES["Q6_K"].decode_stream(raw, (300, 1024))
+            assert parts is not None
+            found.append(parts.codes)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)
+
+
+def test_codes_of_wrong_arguments() -> None:
+    blocks, out = torch.zeros(18 * 3, dtype=torch.uint8), torch.zeros(16 * 3, dtype=torch.uint8)
+    native_convert.gguf_codes(2, blocks, out, 1)
+    for type_, x, y in ((4, blocks, out), (2, blocks[1:], out), (2, blocks, out[1:]), (2, blocks.float(), out)):
+        with pytest.raises(ArgumentError, match="gguf"):
+            native_convert.gguf_codes(type_, x, y, 1)
 
 
 @pytest.mark.parametrize("isa", library.isas())

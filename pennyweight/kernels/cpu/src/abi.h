@@ -10,7 +10,7 @@
 #define PW_EXPORT __attribute__((visibility("default")))
 #endif
 
-constexpr int ABI = 9;  // incremented with each change of a structure or of an exported function's arguments
+constexpr int ABI = 10;  // incremented with each change of a structure or of an exported function's arguments
 
 // Status codes of exported functions; for pw_dequantize 1 means an index out of range.
 enum Status : int32_t { DONE = 0, NO_MEMORY = 1, INVALID = 2 };  // INVALID: inconsistent arguments, see check.h
@@ -235,7 +235,7 @@ struct Rounding {
 
 // -- blocks of GGUF files ---------------------------------------------------------------------------------------------
 
-// Types of blocks of GGUF files, with ggml's numbers; see gguf_quantize.h.
+// Types of blocks of GGUF files, with ggml's numbers; see gguf_quantize.h and gguf_codes.h.
 enum GgufType : int32_t {
     GGUF_Q4_0 = 2,
     GGUF_Q4_1 = 3,
@@ -248,18 +248,21 @@ enum GgufType : int32_t {
     GGUF_Q5_K = 13,
     GGUF_Q6_K = 14,
     GGUF_IQ4_NL = 20,
-    GGUF_IQ4_XS = 23
+    GGUF_IQ4_XS = 23,
+    GGUF_MXFP4 = 39
 };
 constexpr int64_t GGUF_PIECE = 4096;  // elements with sums of squares of their own
 
-// Elements and bytes of a block.
+// Elements and bytes of a block, bits of a code, and whether pw_gguf_quantize makes blocks of the type (else 0).
 struct GgufBlock {
-    int32_t type, elements, bytes;
+    int32_t type, elements, bytes, bits, made;
 };
 constexpr GgufBlock GGUF_BLOCKS[] = {
-    {GGUF_Q4_0, 32, 18},   {GGUF_Q4_1, 32, 20},   {GGUF_Q5_0, 32, 22},   {GGUF_Q5_1, 32, 24},
-    {GGUF_Q8_0, 32, 34},   {GGUF_Q2_K, 256, 84},  {GGUF_Q3_K, 256, 110}, {GGUF_Q4_K, 256, 144},
-    {GGUF_Q5_K, 256, 176}, {GGUF_Q6_K, 256, 210}, {GGUF_IQ4_NL, 32, 18}, {GGUF_IQ4_XS, 256, 136},
+    {GGUF_Q4_0, 32, 18, 4, 1},   {GGUF_Q4_1, 32, 20, 4, 1},   {GGUF_Q5_0, 32, 22, 5, 1},
+    {GGUF_Q5_1, 32, 24, 5, 1},   {GGUF_Q8_0, 32, 34, 8, 1},   {GGUF_Q2_K, 256, 84, 2, 1},
+    {GGUF_Q3_K, 256, 110, 3, 1}, {GGUF_Q4_K, 256, 144, 4, 1}, {GGUF_Q5_K, 256, 176, 5, 1},
+    {GGUF_Q6_K, 256, 210, 6, 1}, {GGUF_IQ4_NL, 32, 18, 4, 1}, {GGUF_IQ4_XS, 256, 136, 4, 1},
+    {GGUF_MXFP4, 32, 17, 4, 0},
 };
 constexpr GgufBlock gguf_block(int type) {  // without elements if it is not one of these types
     for (const GgufBlock& block : GGUF_BLOCKS)
@@ -509,6 +512,7 @@ PW_EXPORT int pw_ranges(const Affine* w, const void* x, int64_t ldx, void* out, 
 PW_EXPORT int pw_finite(const void* x, int kind, int64_t count, int threads);
 PW_EXPORT int pw_gguf_quantize(int type, const void* x, int kind, int64_t count, int64_t k, const float* importance,
                                uint8_t* out, double* sums, int threads);
+PW_EXPORT int pw_gguf_codes(int type, const uint8_t* blocks, int64_t count, uint8_t* stream, int threads);
 PW_EXPORT int pw_attention(const AttentionArgs* args, int threads);
 PW_EXPORT int pw_rotary(const RotaryArgs* args, int threads);
 PW_EXPORT int pw_optim_steps(const OptimJob* jobs, int64_t count, int threads);

@@ -136,7 +136,7 @@ inline bool gguf_quantize(const char* function, int type, const void* x, int kin
                           const float* importance, const uint8_t* out, const double* sums, int count) {
     Arguments c(function);
     const GgufBlock block = gguf_block(type);
-    if (!c.must(block.elements > 0, "a type of abi.h") || !c.must(is_float(kind), "x of a float kind") ||
+    if (!c.must(block.made > 0, "a type of abi.h that is made") || !c.must(is_float(kind), "x of a float kind") ||
         !c.must(size(n) && within(k, 1, MOST) && n % k == 0 && k % block.elements == 0, "whole rows of whole blocks") ||
         !threads(c, count))
         return false;
@@ -144,6 +144,18 @@ inline bool gguf_quantize(const char* function, int type, const void* x, int kin
     if (importance) c.memory("importance", importance, k, 4);
     c.memory("out", out, n / block.elements, block.bytes);
     c.memory("sums", sums, 2 * over(n, GGUF_PIECE), 8);
+    return c.fit();
+}
+
+inline bool gguf_codes(const char* function, int type, const uint8_t* blocks, int64_t n, const uint8_t* stream,
+                       int count) {
+    Arguments c(function);
+    const GgufBlock block = gguf_block(type);
+    if (!c.must(block.elements > 0, "a type of abi.h") || !c.must(size(n), "a count from 0 to 2**40") ||
+        !threads(c, count))
+        return false;
+    c.memory("blocks", blocks, n, block.bytes);
+    c.memory("stream", stream, n, block.elements / 8 * block.bits);
     return c.fit();
 }
 

@@ -3,6 +3,7 @@
 
 #include "bandwidth_probe.h"
 #include "dequantize.h"
+#include "gguf_codes.h"
 #include "gguf_quantize.h"
 #include "optimizer.h"
 #include "pack.h"
@@ -92,6 +93,7 @@ PW_PART(conversions) {
     table->ranges = ranges;
     table->finite = finite;
     table->gguf_quantize = gguf_quantize;
+    table->gguf_codes = gguf_codes;
     table->optim_steps = optim_steps;
     table->probe[PROBE_READ] = probe_memory;
     table->probe[PROBE_F32] = probe_threads<probe_f32>;

@@ -235,6 +235,11 @@ PW_EXPORT int pw_gguf_quantize(int type, const void* x, int kind, int64_t count,
         return INVALID;
     return table().gguf_quantize(type, x, kind, count, k, importance, out, sums, threads);
 }
+PW_EXPORT int pw_gguf_codes(int type, const uint8_t* blocks, int64_t count, uint8_t* stream, int threads) {
+    if (!check::gguf_codes("pw_gguf_codes", type, blocks, count, stream, threads)) return INVALID;
+    table().gguf_codes(type, blocks, count, stream, threads);
+    return DONE;
+}
 PW_EXPORT int pw_attention(const AttentionArgs* args, int threads) {
     return check::attention("pw_attention", args, threads) ? table().attention(args, threads) : (int)INVALID;
 }

@@ -143,9 +143,11 @@ def module(header: str) -> str:
         elif what == "function":
             functions += function(text)
         elif what == "table":
-            rows = re.findall(r"\{(\w+), (\d+), (\d+)\}", text)
-            body = lines([f"{kind}: ({elements}, {size})" for kind, elements, size in rows], 4)
-            numbers += ["GGUF_BLOCKS = {  # (elements, bytes) of a block", *body, "}"]
+            rows = re.findall(r"\{(\w+), (\d+), (\d+), (\d+), (\d)\}", text)
+            body = lines(
+                [f"{kind}: ({elements}, {size}, {bits}, {made})" for kind, elements, size, bits, made in rows], 4
+            )
+            numbers += ["GGUF_BLOCKS = {  # (elements, bytes, bits of a code, made) of a block", *body, "}"]
     return "\n".join([START, *numbers, *classes, "", "", *SIGNATURES, *functions, "}", ""])
 
 

@@ -356,6 +356,27 @@ void gguf() {
                                });
 }
 
+// Codes of such blocks, of any bytes.
+void gguf_stream() {
+    const int type = GGUF_BLOCKS[below((int)(sizeof GGUF_BLOCKS / sizeof *GGUF_BLOCKS))].type;
+    const GgufBlock block = gguf_block(type);
+    const int64_t count = chance(10) ? 256 + below(3000) : below(40);
+    const Room blocks(any_bytes(count * block.bytes));
+    Room out((size_t)(count * block.elements / 8 * block.bits));
+    const auto run = [&](int t, int64_t n, int threads) {
+        return (int64_t)pw_gguf_codes(t, blocks.data(), n, (uint8_t*)out.data(), threads);
+    };
+    compare("pw_gguf_codes", {out}, [&](int threads) { return run(type, count, threads); });
+    refuse("pw_gguf_codes",
+           {
+               {"type", [&] { return run(4, count, 1); }},
+               {"count", [&] { return run(type, -1, 1); }},
+               {"threads", [&] { return run(type, count, 0); }},
+               {"no blocks", [&] { return (int64_t)pw_gguf_codes(type, nullptr, 1, (uint8_t*)out.data(), 1); }},
+               {"no stream", [&] { return (int64_t)pw_gguf_codes(type, blocks.data(), count + 1, nullptr, 1); }},
+           });
+}
+
 void finite() {
     const int kind = one_of<int>({F32, BF16, F16});
     const int64_t count = chance(10) ? (1 << 15) + below(70000) : below(300);
