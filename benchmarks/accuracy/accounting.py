@@ -65,9 +65,10 @@ class BitsByColumns:
 
 def stored_bytes(w: Any) -> int:
     """Of an AffineQuantizedTensor as files hold it: codes packed to their bits, all parts, nothing of a kernel."""
-    from pennyweight.core.layouts import portable_layout
+    from pennyweight.core.layouts import compact_layout
 
-    size = int(w.spec.with_(layout=portable_layout(w.spec)).nbytes(tuple(w.shape)))
+    shape = tuple(w.shape)
+    size = int(w.spec.with_(layout=compact_layout(w.spec, shape)).nbytes(shape))
     for name in ("act_scale", "act_zero_point"):
         part = getattr(w, name, None)
         size += part.nbytes if isinstance(part, Tensor) else 0

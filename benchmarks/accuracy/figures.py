@@ -34,7 +34,7 @@ def classification(reference: Tensor, logits: Tensor, targets: Tensor | None = N
     # here: peers' interpreters read this file and may not have it
     from pennyweight.report.metrics import perplexity, token_figures
 
-    _check(reference, logits)
+    check_outputs(reference, logits)
     classes = reference.shape[-1]
     labels = None if targets is None else targets.clamp_min(0).flatten()
     tokens = token_figures(reference.reshape(-1, classes), logits.reshape(-1, classes), labels)
@@ -71,7 +71,7 @@ def embeddings(reference: Tensor, got: Tensor) -> Figures:
     """
     from pennyweight.report.metrics import retrieval_kl
 
-    _check(reference, got)
+    check_outputs(reference, got)
     a, b = (nn.functional.normalize(x.double(), dim=-1) for x in (reference, got))
     away = (a - b).square().sum(-1) / 2  # 1 - cosine, without its rounding
     n = a.shape[0]
@@ -106,7 +106,8 @@ def _ranks(x: Tensor) -> Tensor:
     return (last - (counts - 1) / 2)[inverse]
 
 
-def _check(reference: Tensor, got: Tensor) -> None:
+def check_outputs(reference: Tensor, got: Tensor) -> None:
+    """Raise ValueError for other shapes, and for outputs that are not finite."""
     if reference.shape != got.shape:
         raise ValueError(f"outputs have shape {list(got.shape)}, those of the float model {list(reference.shape)}")
     if not bool(got.isfinite().all()):

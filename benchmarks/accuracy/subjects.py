@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from benchmarks.accuracy import corpus, figures, language_model, nets, outliers, smollm2
+from benchmarks.accuracy import corpus, figures, language_model, nets, outliers, pitch, smollm2
 from benchmarks.accuracy.figures import Figures
 from benchmarks.accuracy.language_model import Recipe
 
@@ -85,6 +85,12 @@ def _net(folder: Path) -> nn.Module:
     return net
 
 
+def _crepe(folder: Path) -> nn.Module:
+    net = pitch.Crepe()
+    net.load_state_dict(load_file(folder / "model" / "net.safetensors"))
+    return net
+
+
 def _logits(model: nn.Module, batch: Batch) -> Tensor:
     return model(**batch, use_cache=False).logits.float()
 
@@ -110,6 +116,7 @@ KINDS = {
         lambda a, b, _: figures.classification(a, b),
         ("kl",),
     ),
+    "pitch": Kind(_crepe, lambda model, batch: model(batch["x"]), lambda a, b, _: pitch.judge(a, b), ("error",)),
 }
 
 
@@ -326,6 +333,13 @@ def _digits(name: str) -> Callable[..., tuple[Any, ...]]:
     return make
 
 
+def _pitch(folder: Path, cache: Path, recipe: Recipe, sizes: Sizes, say: Any) -> tuple[Any, ...]:
+    net = pitch.load()
+    save_file(net.state_dict(), folder / "net.safetensors")
+    voices = pitch.frames(4 * sizes.calibration, 1), pitch.frames(sizes.texts, 2)
+    return (list(net.layers), *([{"x": some} for some in x.split(32)] for x in voices))
+
+
 def _of_recipe(recipe: Recipe) -> tuple[Any, ...]:
     return (recipe.digest(),)
 
@@ -348,4 +362,5 @@ SUBJECTS: dict[str, tuple[str, Callable[..., tuple[Any, ...]], str, Callable[[Re
                     lambda recipe: (nets.VERSION,)),
     "digits-vit": ("net", _digits("digits-vit"), "a small vision transformer on scikit-learn's digits",
                    lambda recipe: (nets.VERSION,)),
+    "crepe": ("pitch", _pitch, "CREPE tiny, the pitch of synthetic voices", lambda recipe: (pitch.VERSION,)),
 }  # fmt: skip

@@ -35,6 +35,8 @@ FAMILIES = {
                    "onnxruntime onnx onnxscript"),
             Family("openvino", "benchmarks.models.openvino_ways:ways", ("openvino", "nncf", *_ONNX),
                    "openvino nncf onnx onnxscript"),
+            Family("openvino_genai", "benchmarks.models.openvino_genai_ways:ways", ("openvino_genai",),
+                   "openvino-genai"),
             Family("llamacpp", "benchmarks.models.llamacpp_ways:ways", ("llama_cpp", "gguf"), "llama-cpp-python gguf"),
         )
     },

@@ -127,7 +127,11 @@ def _in_words(meta: Meta) -> str:
     from ..planning.scheme import describe, describe_activation
 
     scaled = "; inputs scaled per channel" if meta.pre_scale else ""
-    return describe(meta.spec) + scaled + ("" if meta.act is None else f"; {describe_activation(meta.act)}")
+    return (
+        describe(meta.spec, len(meta.shape))
+        + scaled
+        + ("" if meta.act is None else f"; {describe_activation(meta.act)}")
+    )
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

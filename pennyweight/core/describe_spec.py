@@ -16,13 +16,15 @@ _FLOATS = {"e4m3": "float8 e4m3", "e5m2": "float8 e5m2", "e3m2": "float6 e3m2", 
 _MX = {"e4m3": "mxfp8", "e5m2": "mxfp8 e5m2", "e3m2": "mxfp6 e3m2", "e2m3": "mxfp6 e2m3", "e2m1": "mxfp4"}
 
 
-def shorten(spec: QuantSpec, act: ActivationSpec | None = None) -> str:
+def shorten(spec: QuantSpec, act: ActivationSpec | None = None, rank: int = 0) -> str:
     """Bits, granularity and activation: "int4, groups of 64", "int8 per row; inputs int8", "nf4, groups of 64".
+
+    rank: axes of the weight, where they are known: blocks are those of its last axes.
 
     An integer format is named by its bits, as in the names of configs: whether its codes have a sign is a detail of how
     they are stored. :func:`describe` tells the rest.
     """
-    text = _with_granularity(format_word(spec), spec)
+    text = _with_granularity(format_word(spec), spec, rank)
     if act is None:
         return text
     return f"{text}; inputs {format_word(act.spec)}" + (
@@ -30,8 +32,8 @@ def shorten(spec: QuantSpec, act: ActivationSpec | None = None) -> str:
     )
 
 
-def _with_granularity(name: str, spec: QuantSpec) -> str:
-    how = _granularity(spec)
+def _with_granularity(name: str, spec: QuantSpec, rank: int) -> str:
+    how = _granularity(spec, rank)
     return f"{name} {how}" if how.startswith("per ") else f"{name}, {how}"
 
 
@@ -46,10 +48,10 @@ def format_word(spec: QuantSpec) -> str:
     return "nvfp4" if (name, nested) == ("e2m1", "e4m3") else _FLOATS.get(name, name)
 
 
-def describe(spec: QuantSpec) -> str:
-    """A spec in words: "int4, groups of 64, symmetric, bf16 scales"."""
+def describe(spec: QuantSpec, rank: int = 0) -> str:
+    """A spec in words: "int4, groups of 64, symmetric, bf16 scales". rank: as for :func:`shorten`."""
     integer = spec.format.kind == "int"
-    terms = [str(spec.format).removeprefix("u") if integer else str(spec.format), _granularity(spec)]
+    terms = [str(spec.format).removeprefix("u") if integer else str(spec.format), _granularity(spec, rank)]
     if integer:
         terms.append("asymmetric" if spec.zero_point or spec.offset is not None else "symmetric")
     if isinstance(spec.scale, QuantSpec):
@@ -77,10 +79,12 @@ def _asymmetric(act: ActivationSpec) -> str:
     return ", asymmetric" if act.mode == "static" and act.spec.zero_point else ""
 
 
-def _granularity(spec: QuantSpec) -> str:
+def _granularity(spec: QuantSpec, rank: int = 0) -> str:
     block = spec.block
-    if block is None:
+    if block is None or (set(block) == {-1} and len(block) == rank > 1):
         return "per tensor"
+    if set(block) == {-1} and rank > len(block) + 1 > 2:  # of each input and output channel
+        return "per kernel"
     last, others = block[-1], set(block[:-1])
     if others <= {1}:
         return "per row" if last == -1 else "per element" if last == 1 else f"groups of {last}"
@@ -114,7 +118,7 @@ def tensor_html(w: Any) -> str:
         ["represents", str(w.dtype).removeprefix("torch.")],
         ["device", str(w.device)],
         ["stored", stored],
-        ["scheme", describe(w.spec)],
+        ["scheme", describe(w.spec, w.ndim)],
     ]
     rows += [] if w.act is None else [["inputs", describe_activation(w.act).removeprefix("inputs ")]]
     rows.append(["spec", str(w.spec)])
@@ -124,7 +128,7 @@ def tensor_html(w: Any) -> str:
             parts = w.plain_parts()
             rows += _scales(w)
             chart = _codes(parts.codes, int(w.spec.format.bits))
-    return html_table((), rows, title=f"AffineQuantizedTensor: {shorten(w.spec, w.act)}") + chart
+    return html_table((), rows, title=f"AffineQuantizedTensor: {shorten(w.spec, w.act, w.ndim)}") + chart
 
 
 def _scales(w: Any) -> list[list[str]]:

@@ -40,7 +40,7 @@ def weights_text(module: nn.Module) -> str:
     for name, value in module.__dict__.get("_parameters", {}).items():
         local: Any = getattr(value, "_local_tensor", value)  # of a DTensor
         if isinstance(local, AffineQuantizedTensor):
-            found.append(f"{name}={shorten(local.spec, local.act)}")
+            found.append(f"{name}={shorten(local.spec, local.act, local.ndim)}")
     return ", ".join(found)
 
 

@@ -138,8 +138,8 @@ def _refusal(place: Place, w: AffineQuantizedTensor) -> str:
 def with_scheme(row: Row, w: AffineQuantizedTensor) -> Row:
     """The row with the scheme of a weight."""
     row.scheme = str(w.spec.with_(layout="plain")) + ("" if w.act is None else f" × {w.act}")
-    row.scheme_text = describe(w.spec) + ("" if w.act is None else f"; {describe_activation(w.act)}")
-    row.scheme_short = shorten(w.spec, w.act)
+    row.scheme_text = describe(w.spec, w.ndim) + ("" if w.act is None else f"; {describe_activation(w.act)}")
+    row.scheme_short = shorten(w.spec, w.act, w.ndim)
     return row
 
 

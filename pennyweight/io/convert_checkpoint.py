@@ -352,7 +352,8 @@ def _row(name: str, stored: StoredTensor, choice: OutputChoice, after: int) -> R
     text = note.get(choice.how, choice.why if choice.how == FLOAT else f"{again}: {choice.why}")
     row = Row(name, "Tensor", stored.kind.shape, scheme, "", stored.nbytes, after, note=text)
     if isinstance(kind, Meta):
-        row.scheme_text, row.scheme_short = describe(kind.spec), shorten(kind.spec, kind.act)
+        rank = len(kind.shape)
+        row.scheme_text, row.scheme_short = describe(kind.spec, rank), shorten(kind.spec, kind.act, rank)
     return row
 
 

@@ -297,7 +297,7 @@ def _words(stored: Any) -> str:
     if stored.meta is None:
         return f"{stored.shown}, not quantized"
     act = stored.meta.act
-    text = describe(stored.meta.spec) + ("" if act is None else f"; {describe_activation(act)}")
+    text = describe(stored.meta.spec, len(stored.meta.shape)) + ("" if act is None else f"; {describe_activation(act)}")
     return f"{stored.word}: {text}" if stored.word else text
 
 

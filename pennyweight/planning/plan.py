@@ -115,7 +115,8 @@ class Plan(ReturnedInPlaceOfModel):
             sizes = (r.bytes_before, r.bytes_after)
             row = Row(r.name, r.type_name, r.shape, scheme, r.kernel, *sizes, None, r.note, r.latency)
             if r.call is None and r.scheme is not None:
-                row.scheme_text, row.scheme_short = r.scheme.describe(), r.scheme.shorten()
+                rank = len(r.shape)
+                row.scheme_text, row.scheme_short = r.scheme.describe(rank), r.scheme.shorten(rank)
             rows.append(row)
         return Report(str(self.config), rows, notes=self._notes())
 

@@ -63,12 +63,13 @@ class Scheme:
     def __str__(self) -> str:
         return f"{self.weight}" + ("" if self.act is None else f" × {self.act}")
 
-    def describe(self) -> str:
-        """In words: "int4, groups of 64, symmetric, bf16 scales; inputs int8 per row, dynamic"."""
+    def describe(self, rank: int = 0) -> str:
+        """In words: "int4, groups of 64, symmetric, bf16 scales; inputs int8 per row, dynamic". rank: axes of the
+        weight."""
         chosen = (f", by {self.solver}" if self.solver else "") + (f", {self.sparsity} sparse" if self.sparsity else "")
-        return describe(self.weight) + chosen + ("" if self.act is None else f"; {describe_activation(self.act)}")
+        return describe(self.weight, rank) + chosen + ("" if self.act is None else f"; {describe_activation(self.act)}")
 
-    def shorten(self) -> str:
-        """For tables: "int4, groups of 64", "int8 per row; inputs int8"."""
+    def shorten(self, rank: int = 0) -> str:
+        """For tables: "int4, groups of 64", "int8 per row; inputs int8". rank: axes of the weight."""
         sparse = f", {self.sparsity} sparse" if self.sparsity else ""
-        return shorten(self.weight, self.act) + (f", by {self.solver}" if self.solver else "") + sparse
+        return shorten(self.weight, self.act, rank) + (f", by {self.solver}" if self.solver else "") + sparse

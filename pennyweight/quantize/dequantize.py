@@ -35,7 +35,7 @@ def dequantize_(model: nn.Module) -> Report:
             for place in where:
                 place.set(value)
             name, kind = where[0].name, type(where[0].module).__name__
-            float_name, note = str(w.dtype).removeprefix("torch."), f"was {shorten(w.spec, w.act)}"
+            float_name, note = str(w.dtype).removeprefix("torch."), f"was {shorten(w.spec, w.act, w.ndim)}"
             rows.append(Row(name, kind, tuple(w.shape), float_name, "", w.nbytes, value.nbytes, None, note))
     model.__dict__.pop(ALGORITHM, None)
     settle_saving_(model)

@@ -45,7 +45,7 @@ class Pair:
     def short(self) -> str:
         """The same in as few words as a table has room for."""
         w = self.found.get()
-        return shorten(w.spec, w.act) if isinstance(w, AffineQuantizedTensor) else ""
+        return shorten(w.spec, w.act, w.ndim) if isinstance(w, AffineQuantizedTensor) else ""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

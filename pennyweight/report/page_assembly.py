@@ -205,7 +205,7 @@ def _stored(folder: str, name: str) -> Quantization:
                 scheme = f"{meta.spec.with_(layout='plain')}{' perm' if meta.perm else ''}"
                 scheme += " pre_scale" if meta.pre_scale else ""
                 scheme += "" if meta.act is None else f" × {meta.act}"
-                short = shorten(meta.spec, meta.act)
+                short = shorten(meta.spec, meta.act, len(meta.shape))
             unknown = count * stored.kind.dtype.itemsize  # its size before quantization
             layers.append(Layer(key, "", shape, scheme, count, unknown, stored.nbytes, math.nan, scheme_short=short))
     kinds: list[KindBytes] = stored_kinds(entries)

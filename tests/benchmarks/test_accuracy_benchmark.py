@@ -333,7 +333,8 @@ def _row(family, name, bits, kl, subject="lm", **fields):
     per_sequence = [kl * (1 + 0.1 * i) for i in range(8)]
     measures = KINDS[SUBJECTS[subject][0]].measures
     values = {"kl": sum(per_sequence) / 8, "kl p99": 2 * kl, "flips": 0.01, "1-cos": kl, "1-cos p99": kl,
-              "spearman": 0.99, "top-10 overlap": 0.9, "perplexity": 21.0, "float perplexity": 20.0}  # fmt: skip
+              "spearman": 0.99, "top-10 overlap": 0.9, "perplexity": 21.0, "float perplexity": 20.0,
+              "error": kl, "cents": 1.0, "cents p90": 2.0, "octaves": 0.01}  # fmt: skip
     return {"subject": subject, "digest": "d", "family": family, "name": name, "bits": bits, "seconds": 1.0,
             "inputs": "", "note": "", "date": "2026-01-01", "versions": {"torch": "2"},
             "figures": {"per_sequence": dict.fromkeys(measures, per_sequence), "values": values}} | fields  # fmt: skip

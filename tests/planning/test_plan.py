@@ -337,6 +337,7 @@ def test_predicted_bytes() -> None:
         (lambda: nn.Conv2d(8, 8, 3), "int8-dynamic", "f32 scales; inputs int8 per sample, dynamic"),
         (lambda: nn.Conv1d(8, 8, 3), "int8", "int8, per output channel, symmetric"),
         (lambda: nn.Conv2d(64, 8, 3), pw.Int4WeightOnlyConfig(group_size=40), "int4, groups of 4 input channels"),
+        (lambda: nn.Conv2d(8, 4, (64, 1)), pw.Int4WeightOnlyConfig(group_size=64), "int4, per kernel, "),
         (lambda: nn.ConvTranspose2d(64, 8, 3), "int8-dynamic", "int8, per output channel, "),
         (lambda: nn.ConvTranspose2d(64, 8, 3), "int8-dynamic", "inputs int8 per position, dynamic"),
         (lambda: nn.ConvTranspose1d(64, 8, 3), pw.Int4WeightOnlyConfig(group_size=32), "int4, groups of 32, "),

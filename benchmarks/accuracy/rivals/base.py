@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from benchmarks.accuracy.accounting import Bits, BitsByColumns
 from benchmarks.accuracy.subjects import Batch, Subject
 
-TEXT, ALL, CONVOLUTIONS = ("causal", "encoder"), ("causal", "encoder", "digits-vit"), ("digits-conv",)
+TEXT, ALL, CONVOLUTIONS = ("causal", "encoder"), ("causal", "encoder", "digits-vit"), ("digits-conv", "pitch")
 SMOLLM2 = ("smollm2",)
 NAMED = SMOLLM2  # subjects with rows that name them: groups of 128 do not divide their rows
 

@@ -279,7 +279,8 @@ class Convert(Pipeline):
         note = f"tied: {', '.join(other for other, _, _ in group[1:])}" if len(group) > 1 else ""
         size, noise, kind = int(latent.nbytes), sqnr(latent, w.dequantize()), module.plain.__name__
         row = Row(name, kind, tuple(w.shape), str(fake.scheme), kernel, size, int(w.nbytes), noise, note)
-        row.scheme_text, row.scheme_short = fake.scheme.describe(), fake.scheme.shorten()
+        rank = len(row.shape)
+        row.scheme_text, row.scheme_short = fake.scheme.describe(rank), fake.scheme.shorten(rank)
         return w, row
 
 
