@@ -352,5 +352,9 @@ Page = Annotated[str, option(OUTPUT, "The HTML file.", "-o", "--out", metavar="F
 
 # -- the run -----------------------------------------------------------------------------------------------------------
 
+MaxMemory = Annotated[
+    str,
+    option(RUN, "Memory of --algorithm, such as 6GB; weights stay in files. Default: all are loaded.", metavar="SIZE"),
+]
 Resume = Annotated[bool, option(RUN, "Continue an interrupted run, or start again.", "--resume/--no-resume")]
 Traceback = Annotated[bool, option(RUN, "Show the traceback of an error.", "--traceback")]

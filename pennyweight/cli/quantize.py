@@ -24,6 +24,7 @@ from .options import (
     LatencyTokens,
     LayerConfig,
     MaxKL,
+    MaxMemory,
     MaxShardSize,
     OnIndivisible,
     ReadBy,
@@ -88,6 +89,7 @@ def quantize(
     calibration: Calibration = None,
     budget: Budget = None,
     latency_tokens: LatencyTokens = None,
+    max_memory: MaxMemory = "",
     max_kl: MaxKL = None,
     text: Texts = None,
     force: Force = False,
@@ -96,7 +98,8 @@ def quantize(
 ) -> None:
     """Quantize a checkpoint, disk to disk.
 
-    With --algorithm or --budget the model is loaded and run on --calibration. With --max-kl both models are loaded and
+    With --algorithm or --budget the model is loaded and run on --calibration; with --max-memory its weights stay in
+    files, and one block at a time is in memory. With --max-kl both models are loaded and
     run on --text, and nothing is written unless the KL passes.
 
     torchrun --nproc-per-node N -m pennyweight quantize ... divides the files among N processes.
@@ -121,6 +124,11 @@ def quantize(
         raise ValueError("--latency-tokens must be positive and needs --budget")
     if budget and group_size is not None:
         raise ValueError("--group-size needs --config; --budget chooses the group size too")
+    if max_memory and (budget or not algorithm):
+        raise ValueError(
+            "--max-memory is for --algorithm: --budget measures the whole model, and without an algorithm one tensor is"
+            " in memory at a time"
+        )
     if group_size is not None and (not config or is_config_file(config)):
         raise ValueError("--group-size belongs to a --config given by its name")
     if save_config and not is_config_file(save_config):
@@ -152,7 +160,8 @@ def quantize(
         recipe = algorithm if algorithm.endswith((".yaml", ".yml")) else [s for s in algorithm.split("+") if s]
         return write_calibrated(
             model_dir, folder, chosen, (budget or [], latency_tokens), recipe or "auto", calibration or [],
-            tuple(skip or ()), on_indivisible, max_shard_bytes, save_config, engine or None, **how,
+            tuple(skip or ()), on_indivisible, max_shard_bytes, save_config, engine or None, max_memory=max_memory,
+            **how,
         )  # fmt: skip
 
     def job(folder: str = out_dir, **how: Any) -> Report:
@@ -180,9 +189,9 @@ def quantize(
             )
         after = contents(out_dir).file_bytes
     elif algorithm or budget:
-        from .quantize_in_memory import JOURNAL
+        from ..io.calibrated_files import STATE
 
-        check_room(out_dir, force, but=JOURNAL)
+        check_room(out_dir, force, but=STATE)
         with progress_bar() as advance, nullcontext() if budget else resume_hint():
             report = learned(progress=advance, resume=None if budget else resume, finish=finish)
         after = contents(out_dir).file_bytes

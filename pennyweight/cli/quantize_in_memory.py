@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -14,7 +10,6 @@ if TYPE_CHECKING:
     from ..planning.configs import AOBaseConfig
     from ..planning.quantize_report import Report
 
-JOURNAL = ".calibration"  # in OUT_DIR during a run: the finished weights
 SEQUENCES, LENGTH, BATCH, FEW = 128, 512, 4, 8  # published GPTQ results use 128 sequences of 2048
 
 
@@ -22,7 +17,7 @@ def write_calibrated(
     model_dir: str, out_dir: str, config: AOBaseConfig | None, budget: tuple[list[str], int | None], algorithm: Any,
     texts: list[str], skip: tuple[str, ...], on_indivisible: str, max_shard_bytes: int, save_config: str = "",
     engine: str | None = None, dry_run: bool = False, resume: bool | None = None, progress: Any = None,
-    finish: Any = None,
+    finish: Any = None, max_memory: str = "",
 ) -> Report:  # fmt: skip
     """Quantize the model of a Hugging Face folder with an algorithm, and write it. Returns the report.
 
@@ -30,6 +25,7 @@ def write_calibrated(
              of the config found
     engine   as ``for_`` of quantize_
     resume   True: continue an interrupted run in out_dir; False: start again; None: keep no state to resume from
+    max_memory   limit of memory: weights stay in files, see io/calibrated_files.py
     finish   called with the written folder and the report, before the folder is put in place
 
     Files are written next to out_dir and moved there atomically when complete. Raises ValueError for unreadable texts
@@ -37,6 +33,7 @@ def write_calibrated(
     """
     from ..algorithms import search
     from ..io import save
+    from ..io.calibrated_files import kept_state, quantize_mapped
     from ..io.config_files import copy_side_files, quantization_config
     from ..io.meta_model import load_tokenizer
     from ..io.replace_checkpoint import replacing
@@ -62,11 +59,15 @@ def write_calibrated(
         chosen, left_out = found.config, ()
     else:
         chosen, left_out = config, skip
-    with _journal(out_dir, None if dry_run else resume) as journal:
-        report = quantize_(
-            model, chosen, skip=left_out, calibration=batches, algorithm=algorithm, resume=journal,
-            on_indivisible=on_indivisible, dry_run=dry_run, progress=progress, for_=engine,
-        )  # fmt: skip
+    how: dict[str, Any] = {
+        "skip": left_out, "calibration": batches, "algorithm": algorithm, "on_indivisible": on_indivisible,
+        "dry_run": dry_run, "progress": progress, "for_": engine,
+    }  # fmt: skip
+    with kept_state(out_dir, None if dry_run else resume) as state:
+        if max_memory:
+            report = quantize_mapped(model, chosen, state, max_memory, **how)
+        else:
+            report = quantize_(model, chosen, resume=state, **how)
         if not dry_run:
             with replacing(out_dir) as folder:
                 save(model, folder, max_shard_bytes=max_shard_bytes)
@@ -74,28 +75,6 @@ def write_calibrated(
                 if finish is not None:
                     finish(folder, report)
     return report
-
-
-@contextmanager
-def _journal(out_dir: str, resume: bool | None) -> Iterator[str | None]:
-    """The folder of finished weights during a run; an error before the first of them removes it."""
-    if resume is None:
-        yield None
-        return
-    folder, made = os.path.join(out_dir, JOURNAL), not os.path.isdir(out_dir)
-    if not resume and os.path.isdir(folder):
-        shutil.rmtree(folder)
-    try:
-        yield folder
-    except BaseException:
-        finished = os.path.isdir(folder) and any(name.startswith("solved-") for name in os.listdir(folder))
-        if os.path.isdir(folder) and not finished:
-            shutil.rmtree(folder)
-            if made:
-                os.rmdir(out_dir)
-        raise
-    if os.path.isdir(folder):
-        shutil.rmtree(folder)
 
 
 def _example(model: Any, batches: list[Any], tokens: int | None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from ..core.model_arguments import check_arguments
 from ..core.spec import DTYPES
@@ -49,6 +50,9 @@ def quantize_checkpoint(
     progress: Progress = None,
     ranks: bool = False,
     for_: str | None = None,
+    calibration: Any = None,
+    algorithm: Any = None,
+    max_memory: str | int | None = None,
 ) -> Report:
     """Quantize a float checkpoint on disk into the format of docs/format.md, and return a report.
 
@@ -66,6 +70,10 @@ def quantize_checkpoint(
                      byte-identical to that of one process. If one rank fails or dies, all raise
 
     for_             as for quantize_: check first that an inference engine reads every weight
+    calibration, algorithm   as for quantize_, for solvers (gptq, gptaq, hqq, imatrix, auto): the model of config.json
+                     runs block by block on mapped weights, and each finished block goes to dst. The result has the
+                     bits of quantize_ in memory. Rewrites and tuners change float weights, and are refused
+    max_memory       "6 GB": limit of the arrays of an algorithm; an error says if one block needs more
 
     Peak memory is about the largest tensor, less if it can be quantized by rows. Small files beside the weights
     (configs, tokenizers; no code) are copied, config.json gets a "quantization_config". Raises PlanError for a config
@@ -73,11 +81,23 @@ def quantize_checkpoint(
     completed shards then stay for ``resume``.
     """
     dst = os.path.abspath(os.fspath(dst))
-    if algorithm_of(config):
+    if calibration is None and algorithm_of(config):
         raise PlanError(
-            f"{config} stands for the algorithm {algorithm_of(config)}, which runs the model on calibration data; load "
-            "the model and call quantize_(model, config, calibration=...)"
+            f"{config} stands for the algorithm {algorithm_of(config)}, which runs the model on calibration data; pass "
+            "calibration=batches"
         )
+    if calibration is not None or algorithm is not None:
+        if filter_fn is not None or ranks:
+            raise PlanError("filter_fn and ranks are not supported with an algorithm; use skip, and one process")
+        from .calibrated_files import quantize_with_data
+
+        return quantize_with_data(
+            os.fspath(src), dst, config, calibration=calibration, algorithm=algorithm, max_memory=max_memory, skip=skip,
+            on_indivisible=on_indivisible, max_shard_bytes=max_shard_bytes, resume=resume, dry_run=dry_run,
+            progress=progress, for_=for_,
+        )  # fmt: skip
+    if max_memory is not None:
+        raise PlanError("max_memory limits an algorithm; without one a tensor at a time is in memory: leave it out")
     chosen, skipped, policy = resolve_arguments(config, skip, on_indivisible)
     with open_checkpoint(src) as source:
         decided = _decide(source, chosen, filter_fn, skipped, policy, max_shard_bytes)

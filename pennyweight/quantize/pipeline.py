@@ -179,6 +179,8 @@ class Pipeline:
     """
 
     replaces = True  # whether place() replaces the float weights: then tuners may run, and the meta device is supported
+    restores = True  # whether the model is restored if a step fails
+    journal = Journal
 
     def __init__(self, model: nn.Module, config: AOBaseConfig, options: Options) -> None:
         self.model, self.config, self.options = model, config, options
@@ -263,7 +265,8 @@ class Pipeline:
     def _carry_out(self, todo: Plan, recipe: recipes.Recipe, batches: Batches, max_ram: float | None) -> Report:
         notes: dict[str, list[str]] = {}
         options = self.options
-        guard = _restore_on_error(self.model, todo, recipe, options, max_ram) if options.has_recipe else nullcontext()
+        restores = options.has_recipe and self.restores
+        guard = _restore_on_error(self.model, todo, recipe, options, max_ram) if restores else nullcontext()
         with guard as before:
             for rewrite in recipe.rewrites:
                 _add(notes, rewrite.apply(self.model, _target(todo), batches))
@@ -272,7 +275,7 @@ class Pipeline:
             report = todo.report()
             journal = None
             if options.resume is not None and options.has_recipe:
-                journal = Journal(options.resume, self.model, todo, recipe, batches)
+                journal = self.journal(options.resume, self.model, todo, recipe, batches)
             release = None if before is None or teacher is not None else before.release
             self._solve_and_place(todo, report, recipe, batches, journal, max_ram, release)
             for tuner in recipe.tuners:
@@ -320,13 +323,20 @@ class Pipeline:
             finish(name)
         known = frozenset() if journal is None else journal.names
         weights = {name: row for name, (row, _) in pairs.items()}
+        before: list[str] = []
         for names, seen in stages(
             self.model, weights, recipe.solver, batches, spill=self.options.spill, known=known, max_ram=max_ram
         ):
+            self.retire([weights[name] for name in before], journal)
             for name in names:
                 finish(name, seen.get(name))
             if journal is not None:
                 journal.flush()
+            before = names
+        self.retire([weights[name] for name in before], journal)
+
+    def retire(self, rows: Sequence[PlanRow], journal: Journal | None) -> None:
+        """Called when the blocks behind these weights have seen the outputs of theirs."""
 
     # -- place ---------------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,20 @@ def test_it_writes_what_quantize_makes(run: Any, writer: Path, text: Path, tmp_p
     assert (out / "tokenizer.json").exists()
 
 
+def test_weights_that_stay_in_files(run: Any, writer: Path, text: Path, tmp_path: Path) -> None:
+    arguments = (*GROUPS, "--algorithm", "gptq", "--calibration", text)
+    whole, out = run("quantize", writer, tmp_path / "whole", *arguments), tmp_path / "out"
+    assert whole.exit_code == 0, whole.stderr
+    low = run("quantize", writer, out, *arguments, "--max-memory", "10kB")
+    assert "raise max_memory" in low.stderr
+    assert not out.exists()
+    result = run("quantize", writer, out, *arguments, "--max-memory", "1GB")
+    assert result.exit_code == 0, result.stderr
+    assert snapshot(out) == snapshot(tmp_path / "whole")
+    several = run("quantize", writer, tmp_path / "other", *GROUPS, "--max-memory", "1GB")
+    assert "--max-memory is for --algorithm" in several.stderr
+
+
 def test_a_budget_and_a_gate(run: Any, writer: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     text.write_text(text.read_text() * 8)

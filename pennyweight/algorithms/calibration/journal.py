@@ -25,8 +25,11 @@ KEY = "calibration.json"
 class Journal:
     """Finished weights by name. A folder belongs to one model, plan, recipe and data set; others raise PlanError.
 
-    Files are written under a temporary name and renamed, so that an interruption leaves no partial file.
+    Files are written under a temporary name and renamed, so that an interruption leaves no partial file. A subclass may
+    keep them in another format.
     """
+
+    ending = "pt"
 
     def __init__(self, folder: str | Path, model: nn.Module, todo: Plan, recipe: Any, batches: Sequence[Any]) -> None:
         self.folder = Path(folder)
@@ -50,11 +53,18 @@ class Journal:
             _write(path, lambda to: to.write_text(json.dumps(key), encoding="utf-8"))
         self.done: dict[str, Any] = {}
         self.fresh: dict[str, Any] = {}
-        for file in sorted(self.folder.glob("solved-*.pt")):
-            self.done |= torch.load(file, weights_only=True)
+        files = sorted(self.folder.glob(f"solved-*.{self.ending}"))
+        for file in files:
+            self.done |= self.read_file(file)
         if self.done:
             _LOG.info("resume: %d weights were solved before, in %s", len(self.done), self.folder)
-        self.files = len(list(self.folder.glob("solved-*.pt")))
+        self.files = len(files)
+
+    def read_file(self, path: Path) -> dict[str, Any]:
+        return torch.load(path, weights_only=True)  # type: ignore[no-any-return]
+
+    def write_file(self, path: Path, solved: dict[str, Any]) -> None:
+        torch.save(solved, path)
 
     @property
     def names(self) -> frozenset[str]:
@@ -69,7 +79,8 @@ class Journal:
     def flush(self) -> None:
         """Write the weights added since the last flush."""
         if self.fresh:
-            _write(self.folder / f"solved-{self.files:05d}.pt", lambda to: torch.save(self.fresh, to))
+            path = self.folder / f"solved-{self.files:05d}.{self.ending}"
+            _write(path, lambda to: self.write_file(to, self.fresh))
             self.files += 1
             self.fresh = {}
 

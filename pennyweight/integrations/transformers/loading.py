@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ...core.model_arguments import check_arguments
 from ...core.tensor import AffineQuantizedTensor
 from ...io.detect_format import opened_model_folder
 from ...io.loading import load, load_opened
+from ...io.meta_model import parameters_on_meta
 from ...io.state_dict import slots_of
 from ...support.arguments import check_nothing, show
 from ...support.errors import ArgumentTypeError
@@ -65,7 +64,7 @@ def load_pretrained(
         config.name_or_path = path
         if dtype is not None:
             kwargs["dtype"] = dtype
-        with _parameters_on_meta():
+        with parameters_on_meta():
             model = make(config, **kwargs)
         made = model.dtype
         if opened is None:
@@ -93,22 +92,3 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
             if id(old) not in new:
                 new[id(old)] = nn.Parameter(old.detach().to(dtype), requires_grad=old.requires_grad)
             slot.module._parameters[slot.attr] = new[id(old)]
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Modules created inside have no weights; their buffers are real, since files do not contain non-persistent
-    ones."""
-
-    def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-        if param is None or param.is_meta:  # unchanged: a tied one must stay the same object
-            return None
-        fresh: Any = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-        fresh._is_hf_initialized = True  # transformers leaves it alone: random numbers on meta cost 0.5 ms a tensor
-        return fresh  # type: ignore[no-any-return]
-
-    hook = register_module_parameter_registration_hook(to_meta)
-    try:
-        yield
-    finally:
-        hook.remove()

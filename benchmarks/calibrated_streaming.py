@@ -1,0 +1,123 @@
+"""How much memory an algorithm takes for a checkpoint on disk: all weights in memory, and weights that stay in files.
+
+    python benchmarks/calibrated_streaming.py [--depths 4,16] [--hidden 1024] [--algorithm gptq] [--max-memory 1GB]
+
+Writes a random bfloat16 Llama (ffn 2.75 times the hidden size, vocabulary 8192) of each depth, and quantizes it to int4
+in groups of 128 in a child process, once with quantize_ and once with quantize_checkpoint. Printed are the peaks of the
+child's own memory (``RssAnon`` of Linux, every 10 ms; clean pages of mapped files are the system's to take back) less
+that of the imports, its time, and whether both files have the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+VOCABULARY, SEQUENCES, LENGTH = 8192, 16, 256
+WAYS = ("in memory", "in files")
+
+CHILD = """
+import json, re, sys, threading, time
+import torch
+import pennyweight as pw
+import pennyweight.io.calibrated_files
+from pennyweight.report.evaluation_inputs import load_folder
+import transformers.models.llama.modeling_llama
+src, dst, way, algorithm, limit, length, count, vocabulary = sys.argv[1:]
+def own():
+    with open("/proc/self/status") as f:
+        return int(re.search(r"RssAnon:\\s+(\\d+)", f.read())[1]) << 10
+torch.manual_seed(0)
+ids = torch.randint(int(vocabulary), (int(count), int(length)))
+batches = [{"input_ids": some} for some in ids.split(4)]
+config = pw.Int4WeightOnlyConfig(group_size=128)
+before, peak, done = own(), 0, False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, own())
+        time.sleep(0.01)
+thread = threading.Thread(target=watch)
+thread.start()
+start, processor = time.perf_counter(), time.process_time()
+if way == "in memory":
+    model = load_folder(src)
+    pw.quantize_(model, config, calibration=batches, algorithm=algorithm, skip=["lm_head"])
+    pw.save(model, dst)
+else:
+    more = {"calibration": batches, "algorithm": algorithm, "max_memory": limit}
+    pw.quantize_checkpoint(src, dst, config, skip=["lm_head"], **more)
+seconds, processor = time.perf_counter() - start, time.process_time() - processor
+done = True
+thread.join()
+print(json.dumps({"peak": peak - before, "seconds": seconds, "processor": processor}))
+"""
+
+
+def write_model(folder: Path, hidden: int, depth: int) -> int:
+    """Weights of its linear layers."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=depth, num_key_value_heads=8,
+        num_attention_heads=hidden // 64, vocab_size=VOCABULARY, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    return sum(p.numel() for p in model.model.layers.parameters() if p.ndim > 1)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--depths", default="4,16")
+    p.add_argument("--hidden", type=int, default=1024)
+    p.add_argument("--algorithm", default="gptq")
+    p.add_argument("--max-memory", default="1GB")
+    p.add_argument("--folder", help="for the files; default: the system's temporary folder")
+    o = p.parse_args()
+    table = Table(title=f"int4 g128 by {o.algorithm}, hidden size {o.hidden}, max_memory {o.max_memory}")
+    for column in (
+        "blocks",
+        "float MB",
+        "weights are",
+        "peak MB",
+        "seconds",
+        "processor s / 1e9 weights",
+        "same bytes",
+    ):
+        table.add_column(column, justify="right")
+    for depth in map(int, o.depths.split(",")):
+        with tempfile.TemporaryDirectory(dir=o.folder) as scratch:
+            src = Path(scratch) / "float"
+            weights = write_model(src, o.hidden, depth)
+            size = (src / "model.safetensors").stat().st_size
+            written: list[bytes] = []
+            for way in WAYS:
+                dst = Path(scratch) / way.replace(" ", "-")
+                command = [sys.executable, "-c", CHILD, str(src), str(dst), way, o.algorithm, o.max_memory]
+                command += [str(LENGTH), str(SEQUENCES), str(VOCABULARY)]
+                run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+                if run.returncode:
+                    sys.exit(run.stderr)
+                got = json.loads(run.stdout.splitlines()[-1])
+                written.append(b"".join(f.read_bytes() for f in sorted(dst.glob("*.safetensors"))))
+                same = "" if len(written) < 2 else str(written[0] == written[1])
+                table.add_row(
+                    str(depth), f"{size / 1e6:.0f}", way, f"{got['peak'] / 1e6:.0f}", f"{got['seconds']:.0f}",
+                    f"{got['processor'] / weights * 1e9:.0f}", same,
+                )  # fmt: skip
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

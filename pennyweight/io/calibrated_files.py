@@ -1,0 +1,213 @@
+"""Quantizes a model whose weights stay in files with an algorithm: float weights are read from the mapped checkpoint,
+finished ones are written after each block and mapped again.
+
+In memory are one block's statistics, the weight that is being solved, and the hidden states between two blocks, which
+go to files if they do not fit. The result has the bits of :func:`pennyweight.quantize_` in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..algorithms.calibration.journal import Journal
+from ..algorithms.calibration.loop import parse_bytes
+from ..algorithms.recipe import Recipe
+from ..algorithms.solve import Solved
+from ..planning.config_resolution import PlanError, Skip, resolve_arguments
+from ..planning.configs import AOBaseConfig
+from ..planning.configs.by_name import algorithm_of
+from ..planning.plan import Plan, PlanRow
+from ..planning.quantize_report import Report, Row, size
+from ..quantize.pipeline import Options, Pipeline
+from ..support.progress import Progress
+from .config_files import copy_side_files, quantization_config
+from .detect_format import open as open_any
+from .loading import load
+from .meta_model import fresh_model
+from .replace_checkpoint import replacing
+from .saving import save, write_shard
+from .state_dict import items, metadata_of
+
+STATE = ".calibration"  # in the folder of the result during a run: the finished weights
+SOLVED = "solved"  # in the metadata of a file: SQNR, error and note of each weight
+COPIES = 8  # of a weight in float32 that solvers hold at once, with room to spare: values, inverse order, errors, codes
+
+
+class FinishedWeights(Journal):
+    """A journal of files in the native format, whose weights are mapped."""
+
+    ending = "safetensors"
+
+    def read_file(self, path: Path) -> dict[str, Any]:
+        """name -> weight, SQNR, error, note."""
+        with open_any(path) as opened:  # mapped tensors stay valid
+            about = json.loads(opened.metadata[SOLVED])
+            return {name: (opened[name], *more) for name, more in about.items()}
+
+    def write_file(self, path: Path, solved: dict[str, Any]) -> None:
+        about = {name: list(more) for name, (_, *more) in solved.items()}
+        some = items({name: weight for name, (weight, *_) in solved.items()})
+        write_shard(str(path), some, metadata_of(some, {SOLVED: json.dumps(about)}))
+
+    def flush(self) -> None:
+        """Write the weights added since the last flush, and map them."""
+        names, number = list(self.fresh), self.files
+        super().flush()
+        if names:
+            self.done |= self.read_file(self.folder / f"solved-{number:05d}.{self.ending}")
+
+
+class FilesPipeline(Pipeline):
+    """A run whose model has mapped weights. It is not restored after an error: nobody else has it."""
+
+    restores = False
+    journal = FinishedWeights
+
+    def __init__(self, model: nn.Module, config: AOBaseConfig, options: Options) -> None:
+        super().__init__(model, config, options)
+        self.hooks: list[Any] = []
+
+    def run(self) -> Report:
+        try:
+            return super().run()
+        finally:
+            for hook in self.hooks:
+                hook.remove()
+
+    def _check_recipe(self, todo: Plan, recipe: Recipe, batches: Any) -> None:
+        steps = [*recipe.rewrites, *recipe.tuners]
+        if steps:
+            raise PlanError(
+                f"{', '.join(one.name for one in steps)}: changes all float weights, so the model must be in memory; "
+                "load it and call quantize_, or use a solver such as gptq, gptaq, hqq, imatrix or auto"
+            )
+        if any(row.call is not None for row in todo.active):
+            raise PlanError("handlers of modules need the model in memory: load it and call quantize_")
+        super()._check_recipe(todo, recipe, batches)
+
+    def place(self, row: PlanRow, out: Row, solved: Solved) -> None:
+        """A weight of an interrupted run comes as the file has it, and is packed as a new one is."""
+        super().place(row, out, solved._replace(weight=solved.weight.to_layout(row.layout)))
+
+    def retire(self, rows: Sequence[PlanRow], journal: Journal | None) -> None:
+        """Put the mapped weights in place of those in memory. A module that still runs, as all do for the statistics of
+        the head, gets its weight packed for the call: results do not depend on where weights are."""
+        assert journal is not None
+        for row in rows:
+            mapped = journal.done[row.name][0]
+            mapped.readers = row.ops
+            value = nn.Parameter(mapped, requires_grad=False)
+            for at in row.places:
+                at.set(value)
+                self.hooks += [
+                    at.module.register_forward_pre_hook(partial(_pack, row.layout, at.param)),
+                    at.module.register_forward_hook(partial(_put_back, value, at.param), always_call=True),
+                ]
+
+
+def _pack(layout: str, name: str, module: nn.Module, args: Any) -> None:
+    packed: Any = module._parameters[name]
+    module._parameters[name] = nn.Parameter(packed.to_layout(layout), requires_grad=False)
+
+
+def _put_back(value: nn.Parameter, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    module._parameters[name] = value
+
+
+def quantize_mapped(
+    model: nn.Module, config: AOBaseConfig | str, folder: str | None, max_memory: str | int | None, *, calibration: Any,
+    algorithm: Any, skip: Skip = (), on_indivisible: str = "pad", dry_run: bool = False, progress: Progress = None,
+    for_: str | None = None,
+) -> Report:  # fmt: skip
+    """As :func:`pennyweight.quantize_` of a model that ``load`` has mapped, within ``max_memory`` bytes of arrays.
+
+    folder      for finished weights and hidden states, on the disk of the result; a second run with the same arguments
+                continues after the last finished block. None for a dry run
+    max_memory  "6 GB": the statistics of a block get what the largest weight leaves of it. Pages of the mapped
+                checkpoint are not counted: the system takes them back when it needs them
+
+    Afterwards quantized weights are those of the files in ``folder``, and the model is ready to be saved. Raises
+    PlanError if the limit is too low, or for an algorithm that changes float weights.
+    """
+    config, skip, on_indivisible = resolve_arguments(config, skip, on_indivisible)
+    if config.pipeline is not None:
+        raise PlanError(f"{type(config).__name__} prepares a model for training: load it and call quantize_")
+    room = None
+    if max_memory is not None:
+        limit, needed = parse_bytes(max_memory, "max_memory"), _needed(model)
+        room = int(limit - needed)
+        if room <= 0:
+            raise PlanError(
+                f"max_memory is {size(limit)}, but while the largest weight is solved it takes up to {size(needed)}; "
+                "raise max_memory"
+            )
+    if folder is not None:
+        os.makedirs(folder, exist_ok=True)
+    algorithm = algorithm_of(config) or None if algorithm is None else algorithm
+    options = Options(
+        skip=skip, calibration=calibration, algorithm=algorithm, resume=folder, spill=folder, max_ram=room,
+        dry_run=dry_run, on_indivisible=on_indivisible, progress=progress, for_=for_,
+    )  # fmt: skip
+    return FilesPipeline(model, config, options).run()
+
+
+def _needed(model: nn.Module) -> int:
+    """Bytes that the largest weight takes while it is solved."""
+    return 4 * COPIES * max((p.numel() for p in model.parameters() if p.ndim > 1), default=0)
+
+
+def quantize_with_data(
+    src: str, dst: str, config: AOBaseConfig | str, *, calibration: Any, algorithm: Any, max_memory: str | int | None,
+    skip: Skip, on_indivisible: str, max_shard_bytes: int, resume: bool, dry_run: bool, progress: Progress,
+    for_: str | None,
+) -> Report:  # fmt: skip
+    """:func:`pennyweight.quantize_checkpoint` with an algorithm."""
+    model = fresh_model(src)
+    load(src, model)
+    with kept_state(dst, None if dry_run else resume) as folder:
+        report = quantize_mapped(
+            model, config, folder, max_memory, calibration=calibration, algorithm=algorithm, skip=skip,
+            on_indivisible=on_indivisible, dry_run=dry_run, progress=progress, for_=for_,
+        )  # fmt: skip
+        if not dry_run:
+            with replacing(dst) as made:
+                save(model, made, max_shard_bytes=max_shard_bytes)
+                chosen, left_out, _ = resolve_arguments(config, skip, on_indivisible)
+                copy_side_files(
+                    src, made, quantization_config(chosen, None if callable(left_out) else left_out or None)
+                )
+    return report
+
+
+@contextmanager
+def kept_state(out_dir: str, resume: bool | None) -> Iterator[str | None]:
+    """The folder of finished weights during a run; an error before the first of them removes it.
+
+    resume   True: continue an interrupted run in out_dir; False: start again; None: keep no state, the folder is None
+    """
+    if resume is None:
+        yield None
+        return
+    folder, made = os.path.join(out_dir, STATE), not os.path.isdir(out_dir)
+    if not resume and os.path.isdir(folder):
+        shutil.rmtree(folder)
+    try:
+        yield folder
+    except BaseException:
+        finished = os.path.isdir(folder) and any(name.startswith("solved-") for name in os.listdir(folder))
+        if os.path.isdir(folder) and not finished:
+            shutil.rmtree(folder)
+            if made:
+                os.rmdir(out_dir)
+        raise
+    if os.path.isdir(folder):
+        shutil.rmtree(folder)

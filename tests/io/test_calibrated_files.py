@@ -1,0 +1,196 @@
+"""Algorithms on weights that stay in files: the bits of quantize_ in memory, resumed anywhere, in little memory."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pennyweight as pw
+from pennyweight.io.calibrated_files import STATE, quantize_mapped
+from pennyweight.io.meta_model import fresh_model
+from pennyweight.planning.config_resolution import PlanError
+from pennyweight.report.evaluation_inputs import load_folder
+
+transformers = pytest.importorskip("transformers")
+CONFIG = pw.Int4WeightOnlyConfig(group_size=32)
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    return [{"input_ids": torch.randint(128, (2, 24)), "attention_mask": torch.ones(2, 24, dtype=torch.long)}] * 2
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Float models by kind."""
+    found = {}
+    shape: dict[str, Any] = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 128,
+    }  # fmt: skip
+    for tied in (False, True):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, tie_word_embeddings=tied))
+        name = "tied" if tied else "llama"
+        found[name] = tmp_path_factory.mktemp(name)
+        model.to(torch.bfloat16).save_pretrained(found[name])
+    torch.manual_seed(0)
+    gpt2 = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=128, n_positions=64, n_embd=64, n_layer=2, n_head=4)
+    )
+    found["gpt2"] = tmp_path_factory.mktemp("gpt2")
+    gpt2.save_pretrained(found["gpt2"])
+    return found
+
+
+def in_memory(folder: Path, out: Path, algorithm: str, config: Any = CONFIG, **more: Any) -> pw.Report:
+    model = load_folder(str(folder))
+    report = pw.quantize_(model, config, calibration=batches(), algorithm=algorithm, **more)
+    pw.save(model, out)
+    return report
+
+
+def assert_same(a: Path, b: Path) -> None:
+    with pw.open(a) as ours, pw.open(b) as theirs:
+        assert set(ours) == set(theirs)
+        assert set(ours.quantized) == set(theirs.quantized)
+        for name in ours:
+            x, y = ours[name], theirs[name]
+            assert type(x) is type(y)
+            if isinstance(x, pw.AffineQuantizedTensor):
+                assert x.spec == y.spec
+                assert all(
+                    torch.equal(p, q) for p, q in zip(x.parts, y.parts, strict=True) if isinstance(p, torch.Tensor)
+                )
+            assert torch.equal(x, y) if not isinstance(x, pw.AffineQuantizedTensor) else True
+
+
+@pytest.mark.parametrize("algorithm", ["gptq", "gptaq", "hqq", "imatrix", "auto", "nearest"])
+@pytest.mark.parametrize("kind", ["llama", "tied", "gpt2"])
+def test_the_result_is_that_in_memory(kind: str, algorithm: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    want = in_memory(folders[kind], tmp_path / "memory", algorithm)
+    report = pw.quantize_checkpoint(
+        folders[kind], tmp_path / "files", CONFIG, calibration=batches(), algorithm=algorithm, max_memory="1 GB"
+    )
+    assert_same(tmp_path / "files", tmp_path / "memory")
+    assert [(r.name, r.sqnr, r.error, r.note) for r in report.rows] == [
+        (r.name, r.sqnr, r.error, r.note) for r in want.rows
+    ]
+    assert not (tmp_path / "files" / STATE).exists()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "files")
+    assert loaded(**batches()[0]).logits.isfinite().all()
+
+
+class _Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("algorithm", ["gptq", "gptaq"])
+def test_stopped_at_any_weight_and_resumed(algorithm: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    want = tmp_path / "whole"
+    pw.quantize_checkpoint(folders["llama"], want, CONFIG, calibration=batches(), algorithm=algorithm)
+    for stop in (1, 4, 9, 16, 21):
+        out, seen = tmp_path / str(stop), []
+
+        def advance(done: int, total: int, name: str, stop: int = stop, seen: list[str] = seen) -> None:
+            seen.append(name)
+            if len(seen) == stop:
+                raise _Stopped
+
+        with pytest.raises(_Stopped):
+            pw.quantize_checkpoint(
+                folders["llama"], out, CONFIG, calibration=batches(), algorithm=algorithm, progress=advance
+            )
+        pw.quantize_checkpoint(folders["llama"], out, CONFIG, calibration=batches(), algorithm=algorithm)
+        assert_same(out, want)
+
+
+CHILD = """
+import sys
+sys.path.insert(0, {root!r})
+from tests.io.test_calibrated_files import CONFIG, batches
+import pennyweight as pw
+show = lambda *at: print(*at, flush=True)
+pw.quantize_checkpoint({src!r}, {dst!r}, CONFIG, calibration=batches(), algorithm="gptq", progress=show)
+"""
+
+
+def test_killed_and_resumed(folders: dict[str, Path], tmp_path: Path) -> None:
+    want, out = tmp_path / "whole", tmp_path / "killed"
+    pw.quantize_checkpoint(folders["llama"], want, CONFIG, calibration=batches(), algorithm="gptq")
+    root = str(Path(__file__).parents[2])
+    code = CHILD.format(root=root, src=str(folders["llama"]), dst=str(out))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for _ in range(12):
+        assert process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    solved = list((out / STATE).glob("solved-*.safetensors"))
+    assert solved
+    pw.quantize_checkpoint(folders["llama"], out, CONFIG, calibration=batches(), algorithm="gptq")
+    assert_same(out, want)
+    assert sorted(os.listdir(out)) == sorted(os.listdir(want))
+
+
+def test_another_run_of_the_folder_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    def stop(done: int, total: int, name: str) -> None:
+        if done == 8:
+            raise _Stopped
+
+    with pytest.raises(_Stopped):
+        pw.quantize_checkpoint(
+            folders["llama"], tmp_path, CONFIG, calibration=batches(), algorithm="gptq", progress=stop
+        )
+    with pytest.raises(PlanError, match="is of another run: recipe differ"):
+        pw.quantize_checkpoint(folders["llama"], tmp_path, CONFIG, calibration=batches(), algorithm="gptaq")
+    pw.quantize_checkpoint(folders["llama"], tmp_path, CONFIG, calibration=batches(), algorithm="gptaq", resume=False)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_finished_weights_are_in_files(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = fresh_model(str(folders["llama"]))
+    assert all(p.is_meta for p in model.parameters())
+    pw.load(folders["llama"], model)
+    quantize_mapped(model, CONFIG, str(tmp_path), None, calibration=batches(), algorithm="gptq")
+    ranges = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        where, _, rest = line.partition(" ")
+        low, high = (int(end, 16) for end in where.split("-"))
+        ranges.append((low, high, rest.rpartition(" ")[2]))
+    for name, p in model.named_parameters():
+        tensor: Any = p.data
+        at = (tensor._codes if isinstance(tensor, pw.AffineQuantizedTensor) else tensor).data_ptr()
+        file = next(file for low, high, file in ranges if low <= at < high)
+        assert file.endswith(".safetensors"), name
+        assert file.startswith(str(tmp_path)) is isinstance(tensor, pw.AffineQuantizedTensor)
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    def run(config: Any = CONFIG, **more: Any) -> Any:
+        given: dict[str, Any] = {"calibration": batches(), "algorithm": "gptq"} | more
+        return pw.quantize_checkpoint(folders["llama"], tmp_path / "out", config, **given)
+
+    with pytest.raises(PlanError, match="the largest weight is solved it takes up to"):
+        run(max_memory="10 kB")
+    with pytest.raises(PlanError, match="statistics of its inputs take"):
+        run(max_memory=4 * 8 * 128 * 64 + 1000)
+    with pytest.raises(PlanError, match="awq: changes all float weights"):
+        run(algorithm=["awq", "gptq"])
+    with pytest.raises(PlanError, match="filter_fn and ranks"):
+        run(filter_fn=lambda module, name: True)
+    with pytest.raises(PlanError, match="leave it out"):
+        run(calibration=None, algorithm=None, max_memory="1 GB")
+    with pytest.raises(PlanError, match="max_memory: a memory limit is a size"):
+        run(max_memory="much")
+    assert not (tmp_path / "out").exists()
+    report = run(dry_run=True, max_memory="1 GB")
+    assert report.quantized
+    assert not (tmp_path / "out").exists()
