@@ -74,6 +74,7 @@ def write_calibrated(
                 copy_side_files(model_dir, folder, quantization_config(chosen, skip or None))
                 if finish is not None:
                     finish(folder, report)
+            del model  # some systems do not remove files that are mapped
     return report
 
 

@@ -31,6 +31,7 @@ from ..quantize.pipeline import Options, Pipeline
 from ..support.progress import Progress
 from .config_files import copy_side_files, quantization_config
 from .detect_format import open as open_any
+from .file import CheckpointError
 from .loading import load
 from .meta_model import fresh_model
 from .replace_checkpoint import replacing
@@ -171,6 +172,10 @@ def quantize_with_data(
     for_: str | None,
 ) -> Report:  # fmt: skip
     """:func:`pennyweight.quantize_checkpoint` with an algorithm."""
+    there = sorted(set(os.listdir(dst)) - {STATE}) if os.path.isdir(dst) else []
+    if there or os.path.isfile(dst):
+        found = f"contains {', '.join(there[:3])}" if there else "is a file"
+        raise CheckpointError(dst, None, f"{found}; choose a new or empty folder, or that of an interrupted run")
     model = fresh_model(src)
     load(src, model)
     with kept_state(dst, None if dry_run else resume) as folder:
@@ -185,6 +190,7 @@ def quantize_with_data(
                 copy_side_files(
                     src, made, quantization_config(chosen, None if callable(left_out) else left_out or None)
                 )
+            del model  # some systems do not remove files that are mapped
     return report
 
 

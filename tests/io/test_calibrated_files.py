@@ -194,3 +194,8 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     report = run(dry_run=True, max_memory="1 GB")
     assert report.quantized
     assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(pw.CheckpointError, match=r"contains notes\.txt; choose a new or empty folder"):
+        run()
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
