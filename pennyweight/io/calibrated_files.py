@@ -56,6 +56,7 @@ class FinishedWeights(Journal):
 
     def write_file(self, path: Path, solved: dict[str, Any]) -> None:
         about = {name: list(more) for name, (_, *more) in solved.items()}
+        path.unlink(missing_ok=True)  # what a killed run left of it
         some = items({name: weight for name, (weight, *_) in solved.items()})
         write_shard(str(path), some, metadata_of(some, {SOLVED: json.dumps(about)}))
 

@@ -134,6 +134,7 @@ def test_killed_and_resumed(folders: dict[str, Path], tmp_path: Path) -> None:
     process.stdout.close()
     solved = list((out / STATE).glob("solved-*.safetensors"))
     assert solved
+    (out / STATE / f"solved-{len(solved):05d}.safetensors.part").write_bytes(b"half of a file")
     pw.quantize_checkpoint(folders["llama"], out, CONFIG, calibration=batches(), algorithm="gptq")
     assert_same(out, want)
     assert sorted(os.listdir(out)) == sorted(os.listdir(want))
