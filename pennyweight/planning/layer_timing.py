@@ -152,7 +152,9 @@ def skip_slower_(plan: Plan) -> None:
     for row in plan.active:
         slower = [t for t in row.latency if t.slower]
         if slower and row.scheme is not None:
-            row.note = f"left unquantized: {row.scheme.shorten()} with {row.kernel} is {_text(slower)} here"
+            row.note = (
+                f"left unquantized: {row.scheme.shorten(len(row.shape))} with {row.kernel} is {_text(slower)} here"
+            )
             row.scheme, row.kernel, row.layout, row.bytes_after = None, "", "plain", row.bytes_before
 
 
@@ -165,9 +167,10 @@ def warn_slower(plan: Plan) -> None:
     for rows in alike.values():
         one = rows[0]
         assert one.scheme is not None
+        scheme = one.scheme.shorten(len(one.shape))
         names = ", ".join(r.name for r in rows[:3]) + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
         warnings.warn(
-            f"{names}: {list(one.shape)} as {one.scheme.shorten()} with {one.kernel} is slower than float here, "
+            f"{names}: {list(one.shape)} as {scheme} with {one.kernel} is slower than float here, "
             f"{_text([t for t in one.latency if t.slower])}; on_slower='skip' leaves such layers float",
             PerformanceWarning,
             stacklevel=user_level(),

@@ -269,11 +269,11 @@ def _solve(
 
 
 def _text(row: PlanRow) -> str:
-    return "" if row.scheme is None else row.scheme.describe()
+    return "" if row.scheme is None else row.scheme.describe(len(row.shape))
 
 
 def _short(row: PlanRow) -> str:
-    return "" if row.scheme is None else row.scheme.shorten()
+    return "" if row.scheme is None else row.scheme.shorten(len(row.shape))
 
 
 def _packed(row: PlanRow) -> str:

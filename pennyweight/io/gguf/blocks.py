@@ -81,7 +81,7 @@ class BlockType:
     def decode_stream(self, raw: Tensor, shape: Sequence[int]) -> Parts | None:
         """As :meth:`decode`, with the codes as the bit stream that files have; None without native code for the type.
 
-        Four bits of a block of 32 are one pass over memory here, and a dozen there.
+        It reads the codes in one pass over memory; the torch code of 4 bits takes a dozen.
         """
         if self.id not in GGUF_BLOCKS or usable() is not True or not raw.is_contiguous():
             return None
@@ -92,7 +92,7 @@ class BlockType:
 
     def _in_rows(self, raw: Tensor, shape: Sequence[int], codes: Tensor | None) -> Parts:
         blocks, raw = shape[-1] // self.elements, raw.reshape(-1, self.nbytes)
-        raw = raw.clone() if raw.data_ptr() % 2 else raw  # float16 in a file whose alignment is odd
+        raw = raw.clone() if raw.data_ptr() % 4 else raw  # numbers in a file that aligns tensors to less
         assert self.unpack is not None
         parts = self.unpack(raw) if codes is None else self.unpack(raw, codes)
         return parts.map(lambda t: t.reshape(*shape[:-1], blocks * t.shape[1]).contiguous())

@@ -1,13 +1,14 @@
 """Quantizes a model whose weights stay in files with an algorithm: float weights are read from the mapped checkpoint,
 finished ones are written after each block and mapped again.
 
-In memory are one block's statistics, the weight that is being solved, and the hidden states between two blocks, which
-go to files if they do not fit. The result has the bits of :func:`pennyweight.quantize_` in memory.
+In memory are one block's statistics and the weight that is being solved; hidden states between two blocks are in files.
+The result has the bits of :func:`pennyweight.quantize_` in memory.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from ..algorithms.solve import Solved
 from ..planning.config_resolution import PlanError, Skip, resolve_arguments
 from ..planning.configs import AOBaseConfig
 from ..planning.configs.by_name import algorithm_of
+from ..planning.parameters import Place
 from ..planning.plan import Plan, PlanRow
 from ..planning.quantize_report import Report, Row, size
 from ..quantize.pipeline import Options, Pipeline
@@ -69,14 +71,17 @@ class FinishedWeights(Journal):
 
 
 class FilesPipeline(Pipeline):
-    """A run whose model has mapped weights. It is not restored after an error: nobody else has it."""
+    """A run on a model with mapped weights, which is made for it and not restored after an error.
+
+    max_memory  bytes of the largest weight while it is solved, and of a block's statistics
+    """
 
     restores = False
     journal = FinishedWeights
 
-    def __init__(self, model: nn.Module, config: AOBaseConfig, options: Options) -> None:
+    def __init__(self, model: nn.Module, config: AOBaseConfig, options: Options, max_memory: float | None) -> None:
         super().__init__(model, config, options)
-        self.hooks: list[Any] = []
+        self.max_memory, self.hooks = max_memory, []  # type: ignore[var-annotated]
 
     def run(self) -> Report:
         try:
@@ -84,6 +89,24 @@ class FilesPipeline(Pipeline):
         finally:
             for hook in self.hooks:
                 hook.remove()
+
+    def plan(self) -> Plan:
+        """Also raises PlanError if the largest of the planned weights does not fit."""
+        todo = super().plan()
+        if self._room(todo) <= 0:
+            limit, needed = size(int(self.max_memory or 0)), size(_needed(todo))
+            raise PlanError(
+                f"max_memory is {limit}, but while the largest weight is solved it takes up to {needed}; raise "
+                "max_memory, or skip that layer"
+            )
+        return todo
+
+    def _room(self, todo: Plan) -> float:
+        """Bytes that the largest weight leaves for statistics."""
+        return math.inf if self.max_memory is None else self.max_memory - _needed(todo)
+
+    def _carry_out(self, todo: Plan, recipe: Recipe, batches: Any, max_ram: float | None) -> Report:
+        return super()._carry_out(todo, recipe, batches, None if self.max_memory is None else self._room(todo))
 
     def _check_recipe(self, todo: Plan, recipe: Recipe, batches: Any) -> None:
         steps = [*recipe.rewrites, *recipe.tuners]
@@ -111,18 +134,17 @@ class FilesPipeline(Pipeline):
             for at in row.places:
                 at.set(value)
                 self.hooks += [
-                    at.module.register_forward_pre_hook(partial(_pack, row.layout, at.param)),
-                    at.module.register_forward_hook(partial(_put_back, value, at.param), always_call=True),
+                    at.module.register_forward_pre_hook(partial(_pack, at, row.layout)),
+                    at.module.register_forward_hook(partial(_put_back, at, value), always_call=True),
                 ]
 
 
-def _pack(layout: str, name: str, module: nn.Module, args: Any) -> None:
-    packed: Any = module._parameters[name]
-    module._parameters[name] = nn.Parameter(packed.to_layout(layout), requires_grad=False)
+def _pack(at: Place, layout: str, module: nn.Module, args: Any) -> None:
+    at.set(nn.Parameter(at.get().to_layout(layout), requires_grad=False))
 
 
-def _put_back(value: nn.Parameter, name: str, module: nn.Module, args: Any, output: Any) -> None:
-    module._parameters[name] = value
+def _put_back(at: Place, value: nn.Parameter, module: nn.Module, args: Any, output: Any) -> None:
+    at.set(value)
 
 
 def quantize_mapped(
@@ -143,28 +165,20 @@ def quantize_mapped(
     config, skip, on_indivisible = resolve_arguments(config, skip, on_indivisible)
     if config.pipeline is not None:
         raise PlanError(f"{type(config).__name__} prepares a model for training: load it and call quantize_")
-    room = None
-    if max_memory is not None:
-        limit, needed = parse_bytes(max_memory, "max_memory"), _needed(model)
-        room = int(limit - needed)
-        if room <= 0:
-            raise PlanError(
-                f"max_memory is {size(limit)}, but while the largest weight is solved it takes up to {size(needed)}; "
-                "raise max_memory"
-            )
+    limit = None if max_memory is None else parse_bytes(max_memory, "max_memory")
     if folder is not None:
         os.makedirs(folder, exist_ok=True)
     algorithm = algorithm_of(config) or None if algorithm is None else algorithm
     options = Options(
-        skip=skip, calibration=calibration, algorithm=algorithm, resume=folder, spill=folder, max_ram=room,
+        skip=skip, calibration=calibration, algorithm=algorithm, resume=folder, spill=folder,
         dry_run=dry_run, on_indivisible=on_indivisible, progress=progress, for_=for_,
     )  # fmt: skip
-    return FilesPipeline(model, config, options).run()
+    return FilesPipeline(model, config, options, limit).run()
 
 
-def _needed(model: nn.Module) -> int:
-    """Bytes that the largest weight takes while it is solved."""
-    return 4 * COPIES * max((p.numel() for p in model.parameters() if p.ndim > 1), default=0)
+def _needed(todo: Plan) -> int:
+    """Bytes that the largest planned weight takes while it is solved."""
+    return 4 * COPIES * max((math.prod(row.shape) for row in todo.active), default=0)
 
 
 def quantize_with_data(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pennyweight as pw
-from pennyweight.io.calibrated_files import STATE, quantize_mapped
+from pennyweight.io.calibrated_streaming import STATE, quantize_mapped
 from pennyweight.io.meta_model import fresh_model
 from pennyweight.planning.config_resolution import PlanError
 from pennyweight.report.evaluation_inputs import load_folder
@@ -113,7 +113,7 @@ def test_stopped_at_any_weight_and_resumed(algorithm: str, folders: dict[str, Pa
 CHILD = """
 import sys
 sys.path.insert(0, {root!r})
-from tests.io.test_calibrated_files import CONFIG, batches
+from tests.io.test_calibrated_streaming import CONFIG, batches
 import pennyweight as pw
 show = lambda *at: print(*at, flush=True)
 pw.quantize_checkpoint({src!r}, {dst!r}, CONFIG, calibration=batches(), algorithm="gptq", progress=show)
@@ -183,6 +183,9 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
         run(max_memory="10 kB")
     with pytest.raises(PlanError, match="statistics of its inputs take"):
         run(max_memory=4 * 8 * 128 * 64 + 1000)
+    with pytest.raises(PlanError, match="or skip that layer"):  # the head is the largest; the embedding stays float
+        run(algorithm="imatrix", max_memory=240_000, dry_run=True)
+    assert run(algorithm="imatrix", max_memory=240_000, dry_run=True, skip=["lm_head"]).quantized
     with pytest.raises(PlanError, match="awq: changes all float weights"):
         run(algorithm=["awq", "gptq"])
     with pytest.raises(PlanError, match="filter_fn and ranks"):
