@@ -96,6 +96,10 @@ class Rewrite(CheckedFields):
     def needs_data(self) -> bool:
         return True
 
+    def needs_memory(self) -> str:
+        """Why the float model must be in memory; "": its weights may be in files."""
+        return ""
+
     def check(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> None:
         """Nothing to check by default."""
 
@@ -112,6 +116,10 @@ class Tuner(CheckedFields):
     """
 
     name: ClassVar[str] = ""
+
+    def needs_memory(self) -> str:
+        """As in :class:`Rewrite`."""
+        return "it trains all weights at once"
 
     def check(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> None:
         """Nothing to check by default."""

@@ -34,7 +34,7 @@ def write_calibrated(
     from ..algorithms import search
     from ..io import save
     from ..io.calibrated_streaming import kept_state, quantize_mapped
-    from ..io.config_files import copy_side_files, quantization_config
+    from ..io.config_files import copy_side_files, is_tied, quantization_config
     from ..io.meta_model import load_tokenizer
     from ..io.replace_checkpoint import replacing
     from ..planning.configs.files import write_config
@@ -42,6 +42,7 @@ def write_calibrated(
     from ..report.evaluation_inputs import load_folder, read_texts, text_batches
 
     model = load_folder(model_dir)
+    tied = is_tied(model)
     batches = None
     if texts:
         read, tokenizer = read_texts(texts), load_tokenizer(model_dir)  # files that are missing are named first
@@ -71,7 +72,8 @@ def write_calibrated(
         if not dry_run:
             with replacing(out_dir) as folder:
                 save(model, folder, max_shard_bytes=max_shard_bytes)
-                copy_side_files(model_dir, folder, quantization_config(chosen, skip or None))
+                untied = tied and not is_tied(model)
+                copy_side_files(model_dir, folder, quantization_config(chosen, skip or None), untied=untied)
                 if finish is not None:
                     finish(folder, report)
             del model  # some systems do not remove files that are mapped

@@ -2,27 +2,32 @@
 finished ones are written after each block and mapped again.
 
 In memory are one block's statistics and the weight that is being solved; hidden states between two blocks are in files.
-The result has the bits of :func:`pennyweight.quantize_` in memory.
+Rewrites change a copy of the float weights in mapped files. The result has the bits of :func:`pennyweight.quantize_` in
+memory.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..algorithms.calibration.journal import Journal
 from ..algorithms.calibration.loop import parse_bytes
+from ..algorithms.calibration.mapped_tensors import map_weights_, mapped_copies
 from ..algorithms.recipe import Recipe
 from ..algorithms.solve import Solved
+from ..algorithms.tuners.distill import Learner
+from ..core.tensor import AffineQuantizedTensor
 from ..planning.config_resolution import PlanError, Skip, resolve_arguments
 from ..planning.configs import AOBaseConfig
 from ..planning.configs.by_name import algorithm_of
@@ -31,7 +36,7 @@ from ..planning.plan import Plan, PlanRow
 from ..planning.quantize_report import Report, Row, size
 from ..quantize.pipeline import Options, Pipeline
 from ..support.progress import Progress
-from .config_files import copy_side_files, quantization_config
+from .config_files import copy_side_files, is_tied, quantization_config
 from .detect_format import open as open_any
 from .file import CheckpointError
 from .loading import load
@@ -42,7 +47,9 @@ from .state_dict import items, metadata_of
 
 STATE = ".calibration"  # in the folder of the result during a run: the finished weights
 SOLVED = "solved"  # in the metadata of a file: SQNR, error and note of each weight
-COPIES = 8  # of a weight in float32 that solvers hold at once, with room to spare: values, inverse order, errors, codes
+# Copies of a weight in float32 that are held at once, with room to spare. Solvers: values, inverse order, errors, codes.
+# Rewrites: float64 values before and after. Training: values, gradients, Adam's moments, the products of one step
+COPIES, REWRITTEN, TRAINED = 8, 6, 12
 
 
 class FinishedWeights(Journal):
@@ -73,7 +80,7 @@ class FinishedWeights(Journal):
 class FilesPipeline(Pipeline):
     """A run on a model with mapped weights, which is made for it and not restored after an error.
 
-    max_memory  bytes of the largest weight while it is solved, and of a block's statistics
+    max_memory  bytes of the largest weight while it is solved, and of a block's statistics or training
     """
 
     restores = False
@@ -85,7 +92,8 @@ class FilesPipeline(Pipeline):
 
     def run(self) -> Report:
         try:
-            return super().run()
+            with mapped_copies(self.options.spill):
+                return super().run()
         finally:
             for hook in self.hooks:
                 hook.remove()
@@ -109,15 +117,59 @@ class FilesPipeline(Pipeline):
         return super()._carry_out(todo, recipe, batches, None if self.max_memory is None else self._room(todo))
 
     def _check_recipe(self, todo: Plan, recipe: Recipe, batches: Any) -> None:
-        steps = [*recipe.rewrites, *recipe.tuners]
-        if steps:
-            raise PlanError(
-                f"{', '.join(one.name for one in steps)}: changes all float weights, so the model must be in memory; "
-                "load it and call quantize_, or use a solver such as gptq, gptaq, hqq, imatrix or auto"
-            )
+        for one in (*recipe.rewrites, *recipe.tuners):
+            why = one.needs_memory()
+            if why:
+                raise PlanError(f"{one.name}: {why}, so the model must be in memory; load it and call quantize_")
         if any(row.call is not None for row in todo.active):
             raise PlanError("handlers of modules need the model in memory: load it and call quantize_")
+        self._check_room(recipe)
         super()._check_recipe(todo, recipe, batches)
+
+    def _check_room(self, recipe: Recipe) -> None:
+        """Raises PlanError if a rewrite or the training of a block takes more than max_memory."""
+        if self.max_memory is None:
+            return
+        sizes = {name: p.numel() for name, p in self.model.named_parameters() if p.ndim > 1}
+        needs: list[tuple[Any, str, int]] = []
+        if recipe.rewrites and sizes:
+            name = max(sizes, key=sizes.__getitem__)
+            needs.append((recipe.rewrites[0], name, 4 * REWRITTEN * sizes[name]))
+        trained = [one for one in recipe.tuners if isinstance(one, Learner)]
+        if trained:
+            blocks: dict[str, int] = {}
+            for name, count in sizes.items():
+                found = re.match(r"(.*?\.\d+)\.", name)
+                if found:
+                    blocks[found[1]] = blocks.get(found[1], 0) + count
+            name = max(blocks, key=blocks.__getitem__, default="")
+            needs.append((trained[0], name, 4 * TRAINED * blocks.get(name, 0)))
+        for one, name, needed in needs:
+            if needed > self.max_memory:
+                raise PlanError(
+                    f"max_memory is {size(int(self.max_memory))}, but {one.name} takes up to {size(needed)} for {name}; "
+                    "raise max_memory, or leave this step out"
+                )
+
+    def _rewrite(self, todo: Plan, recipe: Recipe, batches: Any, notes: dict[str, list[str]]) -> Plan:
+        """On a copy of the float weights in files. Raises PlanError if a model made from config.json would lack what a
+        rewrite adds."""
+        if recipe.rewrites and self.options.spill is not None:
+            map_weights_(self.model)
+        before = _names(self.model)
+        todo = super()._rewrite(todo, recipe, batches, notes)
+        changed = sorted(_names(self.model) ^ before)
+        if changed:
+            raise PlanError(
+                f"{recipe} adds or removes {', '.join(changed[:3])}, and a model made from config.json has other "
+                "names; load the model, call quantize_, and save it with the code that makes it"
+            )
+        return todo
+
+    def _teacher(self, todo: Plan) -> nn.Module:
+        """Shares all matrices: tuners for weights in files train vectors in place, and replace matrices."""
+        shared = {id(p): p for p in self.model.parameters() if p.ndim > 1}
+        return copy.deepcopy(self.model, shared)  # type: ignore[arg-type]
 
     def place(self, row: PlanRow, out: Row, solved: Solved) -> None:
         """A weight of an interrupted run comes as the file has it, and is packed as a new one is."""
@@ -133,18 +185,35 @@ class FilesPipeline(Pipeline):
             value = nn.Parameter(mapped, requires_grad=False)
             for at in row.places:
                 at.set(value)
+                packed = _PackedForCall(at, row.layout)
                 self.hooks += [
-                    at.module.register_forward_pre_hook(partial(_pack, at, row.layout)),
-                    at.module.register_forward_hook(partial(_put_back, at, value), always_call=True),
+                    at.module.register_forward_pre_hook(packed.before),
+                    at.module.register_forward_hook(packed.after, always_call=True),
                 ]
 
 
-def _pack(at: Place, layout: str, module: nn.Module, args: Any) -> None:
-    at.set(nn.Parameter(at.get().to_layout(layout), requires_grad=False))
+class _PackedForCall:
+    """Packs a weight as its kernel wants it while its module runs."""
+
+    def __init__(self, at: Place, layout: str) -> None:
+        self.at, self.layout = at, layout
+        self.mapped: Tensor | None = None
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        weight = self.at.get()
+        if isinstance(weight, AffineQuantizedTensor):  # a tuner calls the module with the values it trains
+            self.mapped = weight
+            self.at.set(nn.Parameter(weight.to_layout(self.layout), requires_grad=False))
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.mapped is not None:
+            self.at.set(self.mapped)
+            self.mapped = None
 
 
-def _put_back(at: Place, value: nn.Parameter, module: nn.Module, args: Any, output: Any) -> None:
-    at.set(value)
+def _names(model: nn.Module) -> set[str]:
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return parameters | {name for name, _ in model.named_buffers(remove_duplicate=False)}
 
 
 def quantize_mapped(
@@ -193,6 +262,7 @@ def quantize_with_data(
         raise CheckpointError(dst, None, f"{found}; choose a new or empty folder, or that of an interrupted run")
     model = fresh_model(src)
     load(src, model)
+    tied = is_tied(model)
     with kept_state(dst, None if dry_run else resume) as folder:
         report = quantize_mapped(
             model, config, folder, max_memory, calibration=calibration, algorithm=algorithm, skip=skip,
@@ -202,9 +272,8 @@ def quantize_with_data(
             with replacing(dst) as made:
                 save(model, made, max_shard_bytes=max_shard_bytes)
                 chosen, left_out, _ = resolve_arguments(config, skip, on_indivisible)
-                copy_side_files(
-                    src, made, quantization_config(chosen, None if callable(left_out) else left_out or None)
-                )
+                method = quantization_config(chosen, None if callable(left_out) else left_out or None)
+                copy_side_files(src, made, method, untied=tied and not is_tied(model))
             del model  # some systems do not remove files that are mapped
     return report
 

@@ -67,9 +67,15 @@ def method_files(folder: str) -> list[str]:
     return [path for path in paths if os.path.isfile(path)]
 
 
+def is_tied(model: Any) -> bool:
+    """Whether the config of a model says that its output layer shares the embedding's table."""
+    return bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
+
+
 def copy_side_files(
-    src: str, dst: str, quantization_config: dict[str, Any] | None, dtype: torch.dtype | None = None
-) -> list[str]:
+    src: str, dst: str, quantization_config: dict[str, Any] | None, dtype: torch.dtype | None = None, *,
+    untied: bool = False,
+) -> list[str]:  # fmt: skip
     """Copy the side files of a source folder; config.json is rewritten by :func:`config_bytes`. Returns names.
 
     Raises CheckpointError for a link that points outside the folder.
@@ -91,7 +97,7 @@ def copy_side_files(
         if name == CARD and MARK.encode() in data:  # it describes the files of the source
             continue
         if name == "config.json":
-            data = config_bytes(read_config(src) or {}, quantization_config, dtype)
+            data = config_bytes(read_config(src) or {}, quantization_config, dtype, untied=untied)
         os.makedirs(os.path.dirname(os.path.join(dst, name)), exist_ok=True)
         write_bytes(os.path.join(dst, name), data)
         copied.append(name)
@@ -104,14 +110,18 @@ def _wanted(name: str) -> bool:
 
 
 def config_bytes(
-    config: Mapping[str, Any], quantization_config: dict[str, Any] | None, dtype: torch.dtype | None = None
-) -> bytes:
-    """config.json with this "quantization_config" in place of the old one; ``dtype``: the new dtype of its floats."""
+    config: Mapping[str, Any], quantization_config: dict[str, Any] | None, dtype: torch.dtype | None = None, *,
+    untied: bool = False,
+) -> bytes:  # fmt: skip
+    """config.json with this "quantization_config" in place of the old one; ``dtype``: the new dtype of its floats;
+    ``untied``: a rewrite has copied the table that the embedding and the output shared."""
     kept = {k: v for k, v in config.items() if k not in ("quantization_config", "compression_config", WEIGHTS_KEY)}
     if quantization_config is not None:
         kept["quantization_config"] = quantization_config
         if quantization_config.get("quant_method") == METHOD and "model_type" in config:
             kept[WEIGHTS_KEY] = NO_SUCH_FILE
+    if untied:
+        kept["tie_word_embeddings"] = False
     if dtype is not None:
         kept["dtype" if "dtype" in kept else "torch_dtype"] = dtype_name(dtype)  # new transformers reads both
     return (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()

@@ -268,10 +268,8 @@ class Pipeline:
         restores = options.has_recipe and self.restores
         guard = _restore_on_error(self.model, todo, recipe, options, max_ram) if restores else nullcontext()
         with guard as before:
-            for rewrite in recipe.rewrites:
-                _add(notes, rewrite.apply(self.model, _target(todo), batches))
-                todo = self._plan()
-            teacher = _teacher(self.model, todo) if recipe.tuners else None
+            todo = self._rewrite(todo, recipe, batches, notes)
+            teacher = self._teacher(todo) if recipe.tuners else None
             report = todo.report()
             journal = None
             if options.resume is not None and options.has_recipe:
@@ -289,6 +287,20 @@ class Pipeline:
             if self.replaces and recipe != recipes.read("nearest"):
                 setattr(self.model, ALGORITHM, str(recipe))
         return report
+
+    def _rewrite(
+        self, todo: Plan, recipe: recipes.Recipe, batches: Batches, notes: dict[str, list[str]]
+    ) -> Plan:
+        """Apply the rewrites. Returns the plan of the model as it is then."""
+        for rewrite in recipe.rewrites:
+            _add(notes, rewrite.apply(self.model, _target(todo), batches))
+            todo = self._plan()
+        return todo
+
+    def _teacher(self, todo: Plan) -> nn.Module:
+        """A copy of the model that shares the weights that the solver will replace; it does not write into them."""
+        shared = [row.tensor for row in todo.active if row.call is None and row.tensor is not None]
+        return copy.deepcopy(self.model, {id(t): t for t in shared})
 
     def _solve_and_place(
         self, todo: Plan, report: Report, recipe: recipes.Recipe, batches: Batches, journal: Journal | None,
@@ -381,12 +393,6 @@ def _batches(calibration: Any, recipe: recipes.Recipe) -> Batches:
             "before is empty, so pass a list"
         )
     return batches
-
-
-def _teacher(model: nn.Module, todo: Plan) -> nn.Module:
-    """A copy of the model that shares the weights that the solver will replace; the solver does not write into them."""
-    shared = [row.tensor for row in todo.active if row.call is None and row.tensor is not None]
-    return copy.deepcopy(model, {id(t): t for t in shared})
 
 
 @contextmanager

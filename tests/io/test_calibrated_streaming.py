@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import pennyweight as pw
+from pennyweight.algorithms.calibration import mapped_tensors
 from pennyweight.io.calibrated_streaming import STATE, quantize_mapped
 from pennyweight.io.meta_model import fresh_model
 from pennyweight.planning.config_resolution import PlanError
@@ -40,6 +41,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         found[name] = tmp_path_factory.mktemp(name)
         model.to(torch.bfloat16).save_pretrained(found[name])
     torch.manual_seed(0)
+    config = transformers.LlamaConfig(**shape, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():  # biases to correct, gains to fold, and outliers that scales and rotations reduce
+        for name, p in model.named_parameters():
+            if p.ndim == 1:
+                p.copy_(torch.rand_like(p) + 0.5 if "norm" in name else torch.randn_like(p) / 10)
+            if "layernorm" in name:
+                p[::17] *= 8
+            elif "proj.weight" in name:
+                p.mul_(3)
+    found["outliers"] = tmp_path_factory.mktemp("outliers")
+    model.save_pretrained(found["outliers"])
+    torch.manual_seed(0)
     gpt2 = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=128, n_positions=64, n_embd=64, n_layer=2, n_head=4)
     )
@@ -48,7 +62,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def in_memory(folder: Path, out: Path, algorithm: str, config: Any = CONFIG, **more: Any) -> pw.Report:
+def in_memory(folder: Path, out: Path, algorithm: Any, config: Any = CONFIG, **more: Any) -> pw.Report:
     model = load_folder(str(folder))
     report = pw.quantize_(model, config, calibration=batches(), algorithm=algorithm, **more)
     pw.save(model, out)
@@ -70,9 +84,26 @@ def assert_same(a: Path, b: Path) -> None:
             assert torch.equal(x, y) if not isinstance(x, pw.AffineQuantizedTensor) else True
 
 
-@pytest.mark.parametrize("algorithm", ["gptq", "gptaq", "hqq", "imatrix", "auto", "nearest"])
-@pytest.mark.parametrize("kind", ["llama", "tied", "gpt2"])
-def test_the_result_is_that_in_memory(kind: str, algorithm: str, folders: dict[str, Path], tmp_path: Path) -> None:
+RECIPES: dict[str, Any] = {
+    **{name: name for name in ("gptq", "gptaq", "hqq", "imatrix", "auto", "nearest", "awq", "smooth", "rotate", "bias")},
+    "reconstruct": [{"reconstruct": {"steps": 12, "rate": 0.01}}],
+    "steps": ["awq", {"rotate": {"held_out": 0.0}}, "gptq", "bias", {"reconstruct": {"steps": 12}}],
+}
+
+
+DOES = {  # what the report says of the model with outliers
+    "awq": "awq kept for", "smooth": "smooth kept for", "rotate": "rotated: held-out", "bias": "bias corrected",
+    "reconstruct": "3 of 3 blocks reconstructed", "steps": "blocks reconstructed",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("algorithm", RECIPES)
+@pytest.mark.parametrize("kind", ["llama", "tied", "gpt2", "outliers"])
+def test_the_result_is_that_in_memory(
+    kind: str, algorithm: Any, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped_tensors, "SMALL", 1 << 10)  # the weights of these models are small
+    name, algorithm = algorithm, RECIPES[algorithm]
     want = in_memory(folders[kind], tmp_path / "memory", algorithm)
     report = pw.quantize_checkpoint(
         folders[kind], tmp_path / "files", CONFIG, calibration=batches(), algorithm=algorithm, max_memory="1 GB"
@@ -81,9 +112,14 @@ def test_the_result_is_that_in_memory(kind: str, algorithm: str, folders: dict[s
     assert [(r.name, r.sqnr, r.error, r.note) for r in report.rows] == [
         (r.name, r.sqnr, r.error, r.note) for r in want.rows
     ]
+    assert want.notes == report.notes
+    if kind == "outliers":
+        assert DOES.get(name, "") in " ".join([*report.notes, *(row.note for row in report.rows)])
     assert not (tmp_path / "files" / STATE).exists()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "files")
     assert loaded(**batches()[0]).logits.isfinite().all()
+    untied = any("untied" in row.note for row in report.rows)
+    assert loaded.config.tie_word_embeddings is (kind != "llama" and not untied)
 
 
 class _Stopped(Exception):
@@ -174,6 +210,17 @@ def test_finished_weights_are_in_files(folders: dict[str, Path], tmp_path: Path)
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
+def test_a_bias_that_the_class_does_not_have_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = transformers.GPT2LMHeadModel.from_pretrained(folders["gpt2"])
+    torch.nn.init.ones_(model.transformer.ln_f.bias)
+    model.save_pretrained(tmp_path / "float")
+    with pytest.raises(PlanError, match=r"adds or removes lm_head\.bias, and a model made from config\.json"):
+        pw.quantize_checkpoint(
+            tmp_path / "float", tmp_path / "out", CONFIG, calibration=batches(), algorithm=[{"rotate": {"held_out": 0}}]
+        )
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     def run(config: Any = CONFIG, **more: Any) -> Any:
         given: dict[str, Any] = {"calibration": batches(), "algorithm": "gptq"} | more
@@ -186,8 +233,14 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="or skip that layer"):  # the head is the largest; the embedding stays float
         run(algorithm="imatrix", max_memory=240_000, dry_run=True)
     assert run(algorithm="imatrix", max_memory=240_000, dry_run=True, skip=["lm_head"]).quantized
-    with pytest.raises(PlanError, match="awq: changes all float weights"):
-        run(algorithm=["awq", "gptq"])
+    with pytest.raises(PlanError, match="tune: it trains all weights at once, so the model must be in memory"):
+        run(algorithm=["gptq", "tune"])
+    with pytest.raises(PlanError, match="rotate: online adds a rotation at run time"):
+        run(algorithm=[{"rotate": {"online": True}}])
+    with pytest.raises(PlanError, match="bias: create adds biases"):
+        run(algorithm=[{"bias": {"create": True}}])
+    with pytest.raises(PlanError, match="but reconstruct takes up to"):
+        run(algorithm=["nearest", "reconstruct"], max_memory=4 * 8 * 128 * 64 + 1000)
     with pytest.raises(PlanError, match="filter_fn and ranks"):
         run(filter_fn=lambda module, name: True)
     with pytest.raises(PlanError, match="leave it out"):

@@ -9,23 +9,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ...planning.run_batch import run_batch
 from .block_order import hidden_argument, output_tensor
+from .mapped_tensors import stored
 
 Rest = Callable[[int, int], tuple[Any, dict[str, Any]]]  # (batch, block) -> further arguments
 _BY_NAME = "pennyweight: hidden states by name"
 
 
 class ActivationCache:
-    """One tensor per batch, in memory or in files."""
+    """One tensor per batch: in files of a folder; without one in memory, or in mapped files."""
 
     def __init__(self, folder: Path | None, name: str) -> None:
         self.folder, self.name, self.kept = folder, name, {}  # type: ignore[var-annotated]
 
     def put(self, i: int, x: Tensor) -> None:
         if self.folder is None:
-            self.kept[i] = x
+            self.kept[i] = stored(x)
         else:
             torch.save(x, self.folder / f"{self.name}-{i}.pt")
 
@@ -71,6 +73,7 @@ def capture_block_inputs(
         shared = shared and all(_same(calls[0], c) for c in calls)
         if shared:
             del calls[1:]
+        calls[:] = tree_map_only(Tensor, stored, calls)  # masks and rotary tables of all batches take memory too
     return lambda i, b: kept[i][b if len(kept[i]) > 1 else 0]
 
 

@@ -34,6 +34,9 @@ class Fold(Rewrite):
     Only norms of the model's own statistics that read nothing but the layer are folded. The outputs are compared.
     """
 
+    def needs_memory(self) -> str:
+        return "a model made from config.json has the batch norms again"
+
     @torch.no_grad()
     def check(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> None:
         """Raises PlanError if there is no batch norm that can be folded."""

@@ -14,6 +14,7 @@ from ...planning.config_resolution import PlanError
 from ...planning.scheme import Scheme
 from ..base import Rewrite, register
 from ..calibration.batches import Batches, held_out, read
+from ..calibration.mapped_tensors import copy_of
 from .equalization import EqualizationPair, LinearRows, NormWeight, find_pairs, shared_readers
 from .graph import Matrix, trace
 from .hadamard import mean_preserving_rotation, rotation
@@ -29,6 +30,8 @@ from .verify_rewrite import (
     schemes_by_name,
     tolerance,
 )
+
+ROWS = 4096  # of a table that are in float64 at once
 
 
 @register("rotate")
@@ -76,6 +79,11 @@ class Rotate(Rewrite):
             )
         if self.learn and not self.stream:
             raise ValueError("rotate: learn trains the rotation of the residual stream; it needs stream=True")
+
+    def needs_memory(self) -> str:
+        if self.learn:
+            return "learn trains the rotation of all layers at once"
+        return "online adds a rotation at run time, which a model made from config.json lacks" if self.online else ""
 
     @torch.no_grad()
     def check(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> None:
@@ -180,7 +188,7 @@ class _Change:
         for r in (r for _, readers in s.norms for r in readers):
             if id(r.weight) not in done:
                 done.add(id(r.weight))
-                r.view.copy_(r.view.double() @ q.to(r.weight.device))
+                _rotate_rows(r.view, q.to(r.weight.device))
             notes[r.name] = "; ".join(filter(None, ("rotated", notes.get(r.name), more.get(r.name))))
         for w in s.writers:
             if id(w.weight) not in done:
@@ -193,7 +201,7 @@ class _Change:
             assert p is not None
             if id(p) not in done:
                 done.add(id(p))
-                p.data.copy_(p.data.double() @ q.to(p.device))
+                _rotate_rows(p.data, q.to(p.device))
         return notes
 
     def undo(self) -> None:
@@ -221,7 +229,7 @@ class _Change:
                     )
                 place = self._second_place(r)
                 self.replaced.append((place[0], place[1], r.weight))
-                place[0]._parameters[place[1]] = nn.Parameter(r.weight.detach().clone(), r.weight.requires_grad)
+                place[0]._parameters[place[1]] = nn.Parameter(copy_of(r.weight), r.weight.requires_grad)
                 r.name, r.module, r.param = place[2], place[0], place[1]
                 config = getattr(self.model, "config", None)
                 if getattr(config, "tie_word_embeddings", None):
@@ -256,10 +264,17 @@ class _Change:
                 bias = r.bias
                 assert bias is not None
                 bias.data.copy_(bias.data.double() + r.view.double() @ shift.data.double())
-            r.view.copy_(r.view.double() * value)
+            for rows in r.view.split(ROWS):
+                rows.copy_(rows.double() * value)
         gain.put(torch.ones_like(value))
         if shift is not None:
             shift.data.zero_()
+
+
+def _rotate_rows(view: Tensor, q: Tensor) -> None:
+    """view [.., K] -> view q in place."""
+    for rows in view.split(ROWS) if view.ndim > 1 else [view]:
+        rows.copy_(rows.double() @ q)
 
 
 def _of(matrices: Any) -> list[Tensor]:
@@ -269,7 +284,7 @@ def _of(matrices: Any) -> list[Tensor]:
 def _write(w: Matrix, q: Tensor) -> None:
     """Rotate the outputs of a layer, or the rows of a table, by q."""
     if w.kind == "embedding":
-        w.weight.data.copy_(w.weight.data.double() @ q)
+        _rotate_rows(w.weight.data, q)
         return
     view = w.view  # convolutions: [out, in, ..]
     view.copy_(torch.tensordot(q.t(), view.double(), 1))

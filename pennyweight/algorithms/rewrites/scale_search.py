@@ -19,6 +19,7 @@ from ..base import Rewrite
 from ..calibration.batches import Batches, held_out, read
 from ..calibration.block_order import inference_mode
 from ..calibration.input_hooks import InputHooks, require_finite
+from ..calibration.mapped_tensors import empty
 from .equalization import EqualizationPair, find_pairs
 from .graph import Matrix
 from .verify_rewrite import HeldOutCheck, SavedTensors, float_outputs, probe_batch, relative_difference, tolerance
@@ -237,6 +238,25 @@ def group_error(readers: Sequence[Matrix], x: Tensor, s: Tensor, target: Mapping
     return total
 
 
+@dataclass
+class _Seen:
+    """What :func:`collect_inputs` has seen of one input. tokens has room for all that will be picked."""
+
+    largest: Tensor
+    total: Tensor
+    tokens: Tensor
+    count: int = 0
+    taken: int = 0
+    of_batch: int = 0  # taken of this batch
+
+    def add(self, x: Tensor, share: int) -> None:
+        """Pick evenly spaced tokens of x, up to ``share`` of a batch."""
+        count = min(x.shape[0], max(0, share - self.of_batch))
+        at = torch.linspace(0, x.shape[0] - 1, count, dtype=torch.float32, device="cpu").round().long()
+        self.tokens[self.taken : self.taken + count] = x[at]
+        self.of_batch, self.taken, self.count = self.of_batch + count, self.taken + count, self.count + x.shape[0]
+
+
 def collect_inputs(
     model: nn.Module, pairs: Sequence[EqualizationPair], batches: Sequence[Any], samples: int
 ) -> dict[int, ReaderInputs]:
@@ -244,9 +264,7 @@ def collect_inputs(
     ranks; tokens are per rank. Raises ValueError for inputs that are not finite."""
     first = {id(c.readers[0].weight): str(i) for i, c in enumerate(pairs)}
     share = -(-samples // max(1, len(batches)))
-    found: dict[int, list[Tensor]] = {}
-    counts: dict[int, int] = {}
-    taken: dict[int, int] = {}
+    found: dict[int, _Seen] = {}
 
     def see(name: str, x: Tensor) -> None:
         i, x = int(name), x.flatten(0, 1)
@@ -254,26 +272,26 @@ def collect_inputs(
             return
         require_finite(pairs[i].readers[0].name, x)
         largest, total = x.abs().amax(0), x.abs().double().sum(0)
-        count = min(x.shape[0], max(0, share - taken.get(i, 0)))
-        taken[i] = taken.get(i, 0) + count
-        picked = x[torch.linspace(0, x.shape[0] - 1, count, dtype=torch.float32, device="cpu").round().long()].clone()
-        counts[i] = counts.get(i, 0) + x.shape[0]
-        if i in found:
-            largest, total = torch.maximum(found[i][0], largest), found[i][1] + total
-        found[i] = [largest, total, *found.get(i, [])[2:], picked]
+        if i not in found:
+            tokens = empty((share * len(batches), x.shape[1]), x.dtype, x.device)
+            found[i] = _Seen(largest, total, tokens)
+        else:
+            found[i].largest, found[i].total = torch.maximum(found[i].largest, largest), found[i].total + total
+        found[i].add(x, share)
 
     with inference_mode(model):
         for batch in batches:
-            taken.clear()
+            for one in found.values():
+                one.of_batch = 0
             with InputHooks(first, see, token_mask(batch)):
                 run_batch(model, batch)
     seen = {}
     for i, pair in enumerate(pairs):
         weight, width = pair.readers[0].weight, pair.readers[0].width
-        empty = torch.zeros(width, device=weight.device, dtype=torch.float32)
-        peak, size, *tokens = found.get(i, [empty, empty.double()])
-        count = all_reduce.reduce_sum(torch.tensor(float(counts.get(i, 0)), device=weight.device, dtype=torch.float32))
-        peak, size = all_reduce.reduce_max(peak.double()), all_reduce.reduce_sum(size)
+        nothing = torch.zeros(width, device=weight.device, dtype=torch.float32)
+        one = found.get(i) or _Seen(nothing, nothing.double(), nothing.unsqueeze(0), taken=1)
+        count = all_reduce.reduce_sum(torch.tensor(float(one.count), device=weight.device, dtype=torch.float32))
+        peak, size = all_reduce.reduce_max(one.largest.double()), all_reduce.reduce_sum(one.total)
         if count > 0:
-            seen[i] = ReaderInputs(peak, size / float(count), torch.cat(tokens) if tokens else empty.unsqueeze(0))
+            seen[i] = ReaderInputs(peak, size / float(count), one.tokens[: one.taken])
     return seen

@@ -20,6 +20,7 @@ from ...planning.parameters import Place, Site, make_site, places
 from ...planning.run_batch import run_batch, token_mask
 from ...planning.scheme import Scheme
 from ..calibration.block_order import inference_mode
+from ..calibration.mapped_tensors import copy_of, stored
 from ..solvers.rtn import quantize_weight
 from ..tuners import losses
 
@@ -31,7 +32,7 @@ class SavedTensors:
     """Copies of tensors, restored bit for bit."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.saved = [(t, t.detach().clone()) for t in {id(t): t for t in tensors}.values()]
+        self.saved = [(t, copy_of(t)) for t in {id(t): t for t in tensors}.values()]
 
     def restore(self) -> None:
         for t, was in self.saved:
@@ -182,7 +183,7 @@ class HeldOutCheck:
         x = x.dequantize() if isinstance(x, AffineQuantizedTensor) else x
         x = x.transpose(-2, -1) if site.transposed else x
         made = quantize_weight(x, scheme, place.name, _layout(site, scheme))[0]
-        made = made.transpose(-2, -1) if site.transposed else made  # type: ignore[assignment]
+        made = stored(made.transpose(-2, -1) if site.transposed else made)  # type: ignore[assignment]
         self.rounded[id(w)] = w, made
         return made
 

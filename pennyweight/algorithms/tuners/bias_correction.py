@@ -40,6 +40,9 @@ class Bias(Tuner):
         if self.at_once < 1:
             raise ValueError(f"bias: at_once must be at least 1, got {self.at_once}")
 
+    def needs_memory(self) -> str:
+        return "create adds biases, which a model made from config.json lacks" if self.create else ""
+
     @torch.no_grad()
     def tune(self, model: nn.Module, teacher: nn.Module, batches: Any) -> dict[str, str]:
         """See :class:`Tuner`. Layers that the data does not reach are not changed."""

@@ -14,6 +14,7 @@ from ...planning.run_batch import run_batch, token_mask
 from ...support.arguments import did_you_mean
 from ..calibration.batches import held_out_indices
 from ..calibration.block_order import inference_mode
+from ..calibration.mapped_tensors import stored
 
 Divergence = Callable[[Any, Any, Any], Tensor]  # (reference output, output, batch) -> scalar
 
@@ -67,7 +68,7 @@ def references(model: nn.Module, batches: Sequence[Any]) -> list[Any]:
     """The model's output for each batch, reduced to the compared tensor. Raises ValueError for NaN or inf, because no
     distance to them is defined."""
     with inference_mode(model):
-        return [finite(compared_tensor(run_batch(model, batch)), model, batch) for batch in batches]
+        return [stored(finite(compared_tensor(run_batch(model, batch)), model, batch)) for batch in batches]
 
 
 def finite(output: Tensor, model: nn.Module, batch: Any) -> Tensor:

@@ -44,6 +44,9 @@ class Reconstruct(Learner):
     rate: float = 2e-3
     codes: float = 1e-2
 
+    def needs_memory(self) -> str:
+        return ""
+
     def check(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> None:
         """Raises ValueError if the model is not a chain of blocks with weights that will be quantized."""
         super().check(model, target, batches)
@@ -62,9 +65,11 @@ class Reconstruct(Learner):
 
     def tune(self, model: nn.Module, teacher: nn.Module, batches: Any) -> dict[str, str]:
         batches = read(batches)
-        weights = {id(p): name for name, p in model.named_parameters() if _quantized(p)}
+        quantized = {name for name, p in model.named_parameters() if _quantized(p)}
+        weights = {id(p): name for name, p in teacher.named_parameters() if name in quantized}
         with torch.inference_mode(False), inference_mode(model), inference_mode(teacher):
-            chains = self._chains(model, weights, batches)
+            # of the float model: a quantized weight that is in a file is another object, packed, during each call
+            chains = self._chains(teacher, weights, batches)
             guard = losses.split_batches(batches, self.held_out)[1]
             expected = losses.references(teacher, guard)
             measure = losses.divergence(None, example_output(teacher, guard[0]))
@@ -83,11 +88,12 @@ class Reconstruct(Learner):
     ) -> Iterator[bool]:
         """For each block with trainable weights: whether training helped."""
         exact, hidden = ActivationCache(None, "float"), ActivationCache(None, "quantized")
-        float_blocks = [teacher.get_submodule(name) for name, _ in segment.blocks]
-        rest = capture_block_inputs(model, batches, [block for _, block in segment.blocks], hidden)
+        float_blocks = [block for _, block in segment.blocks]
+        blocks = [model.get_submodule(name) for name, _ in segment.blocks]
+        rest = capture_block_inputs(model, batches, blocks, hidden)
         exact_rest = capture_block_inputs(teacher, batches, float_blocks, exact)
-        owners = Counter(id(p) for _, block in segment.blocks for p in block.parameters())
-        for b, ((_, block), float_block) in enumerate(zip(segment.blocks, float_blocks, strict=True)):
+        owners = Counter(id(p) for block in blocks for p in block.parameters())
+        for b, (block, float_block) in enumerate(zip(blocks, float_blocks, strict=True)):
             advance_block(exact, len(batches), b, float_block, exact_rest)
             trainables = [
                 trainable

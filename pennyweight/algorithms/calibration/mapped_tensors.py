@@ -1,0 +1,91 @@
+"""Tensors in memory-mapped temporary files: for weights, and copies of weights, that do not fit into memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ...core.tensor import AffineQuantizedTensor
+
+SMALL = 1 << 16  # bytes: a smaller tensor stays in memory, because every file takes pages and an entry of the kernel
+_FOLDER: ContextVar[Path | None] = ContextVar("folder of mapped tensors", default=None)
+
+
+@contextmanager
+def mapped_copies(folder: str | Path | None) -> Iterator[None]:
+    """Inside, the functions below keep tensors in files in ``folder``; None: in memory."""
+    token = _FOLDER.set(None if folder is None else Path(folder))
+    try:
+        yield
+    finally:
+        _FOLDER.reset(token)
+
+
+def copy_of(t: Tensor) -> Tensor:
+    """A copy of a plain tensor. Raises OSError if the disk is full."""
+    t = t.detach()
+    return empty(tuple(t.shape), t.dtype, t.device).copy_(t) if t.is_contiguous() else t.clone()
+
+
+def stored(t: Tensor) -> Tensor:
+    """The tensor itself, which stays in memory; within :func:`mapped_copies` a copy in files, of a quantized tensor one
+    of each part."""
+    if _FOLDER.get() is None:
+        return t
+    return t.with_(parts=t.parts.map(stored)) if isinstance(t, AffineQuantizedTensor) else copy_of(t)
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor without values: in a file within :func:`mapped_copies`, if it is on the CPU and not small."""
+    folder = _FOLDER.get()
+    out = torch.empty(shape, dtype=dtype, device="meta")
+    if folder is None or device.type != "cpu" or out.nbytes < SMALL:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return _mapped(folder, out.nbytes).view(dtype).view(shape)
+
+
+def map_weights_(model: nn.Module) -> None:
+    """Move the float weights of a model to files that can be written to, so that no change of them takes memory: a page
+    that the system takes back is written to its file. Parameters keep their identity."""
+    with torch.no_grad():
+        for p in model.parameters():  # tied ones once
+            if not isinstance(p, AffineQuantizedTensor) and p.is_floating_point() and p.layout is torch.strided:
+                p.data = copy_of(p.data)
+
+
+def _mapped(folder: Path, count: int) -> Tensor:
+    """uint8 [count] in a file that has no name, so that it goes with its last tensor, also if the process is killed."""
+    handle, path = tempfile.mkstemp(dir=folder, prefix="mapped-")
+    try:
+        try:
+            _reserve(handle, count)
+        finally:
+            os.close(handle)
+        return torch.from_file(path, shared=True, size=count, dtype=torch.uint8)
+    finally:
+        with suppress(PermissionError):  # Windows does not remove files that are mapped; the folder is removed later
+            os.unlink(path)
+
+
+def _reserve(handle: int, count: int) -> None:
+    """Take the space on the disk now: if it is full, that is an OSError here, and SIGBUS at a write to the mapping."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(handle, 0, count)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+    zeros = bytes(1 << 20)
+    for start in range(0, count, len(zeros)):
+        left = memoryview(zeros)[: count - start]
+        while left:
+            left = left[os.write(handle, left) :]
