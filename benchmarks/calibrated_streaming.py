@@ -1,24 +1,34 @@
 """How much memory an algorithm takes for a checkpoint on disk: all weights in memory, and weights that stay in files.
 
     python benchmarks/calibrated_streaming.py [--depths 4,16] [--hidden 1024] [--algorithm gptq] [--max-memory 1GB]
+        [--limit 1GB]
 
 Writes a random bfloat16 Llama (ffn 2.75 times the hidden size, vocabulary 8192) of each depth, and quantizes it to int4
 in groups of 128 in a child process, once with quantize_ and once with quantize_checkpoint. Printed are the peaks of the
 child's own memory (``RssAnon`` of Linux, every 10 ms; clean pages of mapped files are the system's to take back) less
 that of the imports, its time, and whether both files have the same bytes.
+
+--limit runs the second way in a control group of Linux that the kernel holds to so many bytes in all, pages of mapped
+files and the interpreter with its libraries included; it needs the right to make one. "killed" is then what the table
+says of a way that the kernel ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from pennyweight.planning.quantize_report import nbytes_of
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY, SEQUENCES, LENGTH = 8192, 16, 256
@@ -36,6 +46,7 @@ def own():
     with open("/proc/self/status") as f:
         return int(re.search(r"RssAnon:\\s+(\\d+)", f.read())[1]) << 10
 torch.manual_seed(0)
+recipe = algorithm.split("+")
 ids = torch.randint(int(vocabulary), (int(count), int(length)))
 batches = [{"input_ids": some} for some in ids.split(4)]
 config = pw.Int4WeightOnlyConfig(group_size=128)
@@ -50,16 +61,35 @@ thread.start()
 start, processor = time.perf_counter(), time.process_time()
 if way == "in memory":
     model = load_folder(src)
-    pw.quantize_(model, config, calibration=batches, algorithm=algorithm, skip=["lm_head"])
+    pw.quantize_(model, config, calibration=batches, algorithm=recipe, skip=["lm_head"])
     pw.save(model, dst)
 else:
-    more = {"calibration": batches, "algorithm": algorithm, "max_memory": limit}
+    more = {"calibration": batches, "algorithm": recipe, "max_memory": limit}
     pw.quantize_checkpoint(src, dst, config, skip=["lm_head"], **more)
 seconds, processor = time.perf_counter() - start, time.process_time() - processor
 done = True
 thread.join()
 print(json.dumps({"peak": peak - before, "seconds": seconds, "processor": processor}))
 """
+
+
+@contextmanager
+def control_group(limit: int) -> Iterator[Path]:
+    """A control group whose processes have at most ``limit`` bytes, of version 1 or 2. Raises OSError without rights."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        two = number == "0" and Path("/sys/fs/cgroup/cgroup.controllers").exists()
+        if two or "memory" in controllers.split(","):
+            root, name = ("", "memory.max") if two else ("memory", "memory.limit_in_bytes")
+            folder = Path("/sys/fs/cgroup", root, path.lstrip("/"), f"pennyweight-{os.getpid()}")
+            folder.mkdir()
+            try:
+                (folder / name).write_text(str(limit))
+                yield folder
+            finally:
+                folder.rmdir()
+            return
+    raise OSError("this system has no control group that limits memory")
 
 
 def write_model(folder: Path, hidden: int, depth: int) -> int:
@@ -77,15 +107,26 @@ def write_model(folder: Path, hidden: int, depth: int) -> int:
     return sum(p.numel() for p in model.model.layers.parameters() if p.ndim > 1)
 
 
+def run_limited(command: list[str], limit: int | None) -> subprocess.CompletedProcess[str]:
+    if limit is None:
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    with control_group(limit) as group:
+        enter = ["sh", "-c", f'echo $$ > "{group}/cgroup.procs" && exec "$@"', "sh", *command]
+        return subprocess.run(enter, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--depths", default="4,16")
     p.add_argument("--hidden", type=int, default=1024)
     p.add_argument("--algorithm", default="gptq")
     p.add_argument("--max-memory", default="1GB")
+    p.add_argument("--limit", help="bytes that the kernel allows the way in files, such as 1GB")
+    p.add_argument("--ways", default=",".join(WAYS))
     p.add_argument("--folder", help="for the files; default: the system's temporary folder")
     o = p.parse_args()
-    table = Table(title=f"int4 g128 by {o.algorithm}, hidden size {o.hidden}, max_memory {o.max_memory}")
+    title = f"int4 g128 by {o.algorithm}, hidden size {o.hidden}, max_memory {o.max_memory}"
+    table = Table(title=title + (f", in files at most {o.limit}" if o.limit else ""))
     for column in (
         "blocks",
         "float MB",
@@ -102,11 +143,14 @@ def main() -> None:
             weights = write_model(src, o.hidden, depth)
             size = (src / "model.safetensors").stat().st_size
             written: list[bytes] = []
-            for way in WAYS:
+            for way in o.ways.split(","):
                 dst = Path(scratch) / way.replace(" ", "-")
                 command = [sys.executable, "-c", CHILD, str(src), str(dst), way, o.algorithm, o.max_memory]
                 command += [str(LENGTH), str(SEQUENCES), str(VOCABULARY)]
-                run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+                run = run_limited(command, nbytes_of(o.limit) if o.limit and way == "in files" else None)
+                if run.returncode == -9:
+                    table.add_row(str(depth), f"{size / 1e6:.0f}", way, "killed", "", "", "")
+                    continue
                 if run.returncode:
                     sys.exit(run.stderr)
                 got = json.loads(run.stdout.splitlines()[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,12 @@ from ..planning.plan import PlanRow
 from ..planning.scheme import Scheme
 from .base import ALGORITHMS, Solution, Solver, Task, as_matrix, flat_spec, unflatten
 from .calibration.loop import CalibrationLoop, CollectedStatistics
+from .calibration.shared_work import SharedWork
 from .solvers.kmeans import learner
 from .solvers.rtn import Nearest, quantize_weight, static_parts
 from .sparsify import prune
 
+AT_ONCE = 1 << 26  # weights without statistics that are solved before the caller may store them
 NO_DATA = "no calibration data"
 
 
@@ -111,23 +114,30 @@ def _solution(solver: Solver, task: Task) -> Solution:
 def stages(
     model: nn.Module, weights: Mapping[str, PlanRow], solver: Solver, batches: Sequence[Any], *,
     spill: str | Path | None = None, known: frozenset[str] = frozenset(), max_ram: float | None = None,
-    optional: bool = True,
+    optional: bool = True, share: SharedWork | None = None,
 ) -> Iterator[tuple[list[str], Mapping[str, CollectedStatistics]]]:  # fmt: skip
     """(names, statistics by name) of the weights to solve next: block by block in call order if the solver needs data,
     with the statistics of one block in memory. All must be solved before the next are drawn, because the next blocks
     see the outputs of the quantized ones. Weights that the model does not call come last, without statistics.
 
     known: names whose statistics are not needed. spill, max_ram: as for ``quantize_``, in bytes. optional: also collect
-    the statistics that the solver only wants: they compare the inputs with those of the float model.
+    the statistics that the solver only wants: they compare the inputs with those of the float model. share: as in
+    :class:`~.calibration.loop.CalibrationLoop`; then there are statistics of this rank's weights only.
     """
     left = dict.fromkeys(weights)
     if solver.needs:
         tensors = {id(row.tensor): name for name, row in weights.items()}
         wanted = (*solver.needs, *solver.wants) if optional else solver.needs
-        loop = CalibrationLoop(model, tensors, list(batches), wanted, spill, known, max_ram)
+        loop = CalibrationLoop(model, tensors, list(batches), wanted, spill, known, max_ram, share)
         for names, seen in loop.stages():
             for name in names:
                 left.pop(name)
             yield list(names), seen
-    if left:
-        yield list(left), {}
+    group: list[str] = []
+    for name in left:
+        group.append(name)
+        if sum(math.prod(weights[n].shape) for n in group) >= AT_ONCE:
+            yield group, {}
+            group = []
+    if group:
+        yield group, {}

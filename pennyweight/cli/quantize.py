@@ -102,7 +102,8 @@ def quantize(
     files, and one block at a time is in memory. With --max-kl both models are loaded and
     run on --text, and nothing is written unless the KL passes.
 
-    torchrun --nproc-per-node N -m pennyweight quantize ... divides the files among N processes.
+    torchrun --nproc-per-node N -m pennyweight quantize ... divides the files among N processes, and with --max-memory the
+    weights of each block. The result is that of one process.
     """
     from ..planning.configs.by_name import by_name
     from ..planning.configs.files import is_config_file, layer_config, read_config, write_config
@@ -144,8 +145,11 @@ def quantize(
         raise ValueError("--max-kl checks the written files; leave out --dry-run")
 
     several = world() > 1
-    if several and (algorithm or budget or max_kl is not None):
-        raise ValueError("--algorithm, --budget and --max-kl run the model in one process; start without torchrun")
+    if several and (budget or max_kl is not None or (algorithm and not max_memory)):
+        raise ValueError(
+            "--algorithm, --budget and --max-kl run the model in one process; start without torchrun, or give "
+            "--max-memory to an algorithm: its processes share the weights of each block"
+        )
 
     from ..io import local_path, quantize_checkpoint
     from ..io.resumable_write import RankGroup
@@ -161,7 +165,7 @@ def quantize(
         return write_calibrated(
             model_dir, folder, chosen, (budget or [], latency_tokens), recipe or "auto", calibration or [],
             tuple(skip or ()), on_indivisible, max_shard_bytes, save_config, engine or None, max_memory=max_memory,
-            **how,
+            ranks=several and not how.get("dry_run"), **how,
         )  # fmt: skip
 
     def job(folder: str = out_dir, **how: Any) -> Report:
@@ -191,9 +195,11 @@ def quantize(
     elif algorithm or budget:
         from ..io.calibrated_streaming import STATE
 
-        check_room(out_dir, force, but=STATE)
-        with progress_bar() as advance, nullcontext() if budget else resume_hint():
-            report = learned(progress=advance, resume=None if budget else resume, finish=finish)
+        with over_ranks():
+            RankGroup(out_dir, several).first(lambda: check_room(out_dir, force, but=STATE))
+            shown = progress_bar() if is_first_rank() else nullcontext()
+            with shown as advance, nullcontext() if budget else resume_hint():
+                report = learned(progress=advance or False, resume=None if budget else resume, finish=finish)
         after = contents(out_dir).file_bytes
     else:
         with over_ranks():

@@ -17,7 +17,7 @@ def write_calibrated(
     model_dir: str, out_dir: str, config: AOBaseConfig | None, budget: tuple[list[str], int | None], algorithm: Any,
     texts: list[str], skip: tuple[str, ...], on_indivisible: str, max_shard_bytes: int, save_config: str = "",
     engine: str | None = None, dry_run: bool = False, resume: bool | None = None, progress: Any = None,
-    finish: Any = None, max_memory: str = "",
+    finish: Any = None, max_memory: str = "", ranks: bool = False,
 ) -> Report:  # fmt: skip
     """Quantize the model of a Hugging Face folder with an algorithm, and write it. Returns the report.
 
@@ -26,6 +26,7 @@ def write_calibrated(
     engine   as ``for_`` of quantize_
     resume   True: continue an interrupted run in out_dir; False: start again; None: keep no state to resume from
     max_memory   limit of memory: weights stay in files, see io/calibrated_streaming.py
+    ranks    called on every rank of torch.distributed, with max_memory: they share the work, and the first one writes
     finish   called with the written folder and the report, before the folder is put in place
 
     Files are written next to out_dir and moved there atomically when complete. Raises ValueError for unreadable texts
@@ -37,6 +38,7 @@ def write_calibrated(
     from ..io.config_files import copy_side_files, is_tied, quantization_config
     from ..io.meta_model import load_tokenizer
     from ..io.replace_checkpoint import replacing
+    from ..io.resumable_write import RankGroup
     from ..planning.configs.files import write_config
     from ..quantize import quantize_
     from ..report.evaluation_inputs import load_folder, read_texts, text_batches
@@ -64,19 +66,24 @@ def write_calibrated(
         "skip": left_out, "calibration": batches, "algorithm": algorithm, "on_indivisible": on_indivisible,
         "dry_run": dry_run, "progress": progress, "for_": engine,
     }  # fmt: skip
-    with kept_state(out_dir, None if dry_run else resume) as state:
+    team = RankGroup(out_dir, ranks)
+
+    def write() -> None:
+        with replacing(out_dir) as folder:
+            save(model, folder, max_shard_bytes=max_shard_bytes)
+            untied = tied and not is_tied(model)
+            copy_side_files(model_dir, folder, quantization_config(chosen, skip or None), untied=untied)
+            if finish is not None:
+                finish(folder, report)
+
+    with team.together(), kept_state(out_dir, None if dry_run else resume, team) as state:
         if max_memory:
-            report = quantize_mapped(model, chosen, state, max_memory, **how)
+            report = quantize_mapped(model, chosen, state, max_memory, team=team, **how)
         else:
             report = quantize_(model, chosen, resume=state, **how)
         if not dry_run:
-            with replacing(out_dir) as folder:
-                save(model, folder, max_shard_bytes=max_shard_bytes)
-                untied = tied and not is_tied(model)
-                copy_side_files(model_dir, folder, quantization_config(chosen, skip or None), untied=untied)
-                if finish is not None:
-                    finish(folder, report)
-            del model  # some systems do not remove files that are mapped
+            team.first(write)
+            del model, write  # some systems do not remove files that are mapped
     return report
 
 

@@ -5,7 +5,9 @@ Every rank must call these in the same order, whatever its share of the data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -22,9 +24,22 @@ class Statistic(Protocol):
     def merge(self) -> Callable[[State, State], State]: ...
 
 
+_SAME_DATA: ContextVar[bool] = ContextVar("all ranks have the same data", default=False)
+
+
+@contextmanager
+def same_data() -> Iterator[None]:
+    """Inside, this rank works alone: every rank has the whole data, so nothing is reduced."""
+    token = _SAME_DATA.set(True)
+    try:
+        yield
+    finally:
+        _SAME_DATA.reset(token)
+
+
 def is_distributed() -> bool:
-    """Whether torch.distributed runs with more than one rank."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    """Whether torch.distributed runs with more than one rank, each with its own data."""
+    return not _SAME_DATA.get() and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def gather_objects(own: Any) -> list[Any]:

@@ -16,6 +16,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from torch import Tensor, nn
 from ..algorithms.calibration.journal import Journal
 from ..algorithms.calibration.loop import parse_bytes
 from ..algorithms.calibration.mapped_tensors import map_weights_, mapped_copies
+from ..algorithms.calibration.shared_work import SharedWork
 from ..algorithms.recipe import Recipe
 from ..algorithms.solve import Solved
 from ..algorithms.tuners.distill import Learner
 from ..core.tensor import AffineQuantizedTensor
+from ..distributed import all_reduce
 from ..planning.config_resolution import PlanError, Skip, resolve_arguments
 from ..planning.configs import AOBaseConfig
 from ..planning.configs.by_name import algorithm_of
@@ -42,6 +45,7 @@ from .file import CheckpointError
 from .loading import load
 from .meta_model import fresh_model
 from .replace_checkpoint import replacing
+from .resumable_write import RankGroup
 from .saving import save, write_shard
 from .state_dict import items, metadata_of
 
@@ -57,6 +61,17 @@ class FinishedWeights(Journal):
 
     ending = "safetensors"
 
+    def __init__(self, *of: Any, team: RankGroup) -> None:
+        self.team = team
+        super().__init__(*of)
+
+    def claim(self, key: dict[str, Any]) -> None:
+        self.team.first(lambda: super(FinishedWeights, self).claim(key))
+        self.team.step(lambda: super(FinishedWeights, self).claim(key))
+
+    def found(self) -> list[str]:
+        return self.team.first(lambda: super(FinishedWeights, self).found())  # type: ignore[no-any-return]
+
     def read_file(self, path: Path) -> dict[str, Any]:
         """name -> weight, SQNR, error, note."""
         with open_any(path) as opened:  # mapped tensors stay valid
@@ -70,11 +85,12 @@ class FinishedWeights(Journal):
         write_shard(str(path), some, metadata_of(some, {SOLVED: json.dumps(about)}))
 
     def flush(self) -> None:
-        """Write the weights added since the last flush, and map them."""
-        names, number = list(self.fresh), self.files
-        super().flush()
-        if names:
-            self.done |= self.read_file(self.folder / f"solved-{number:05d}.{self.ending}")
+        """Write the weights added since the last flush, and map those of all ranks."""
+        mark = f"-{self.team.rank}" if self.team.size > 1 else ""
+        for name in self.team.step(lambda: self.write_fresh(mark)):
+            if name:
+                self.done |= self.read_file(self.folder / name)
+        self.files += 1
 
 
 class FilesPipeline(Pipeline):
@@ -84,15 +100,18 @@ class FilesPipeline(Pipeline):
     """
 
     restores = False
-    journal = FinishedWeights
 
-    def __init__(self, model: nn.Module, config: AOBaseConfig, options: Options, max_memory: float | None) -> None:
+    def __init__(
+        self, model: nn.Module, config: AOBaseConfig, options: Options, max_memory: float | None, team: RankGroup
+    ) -> None:
         super().__init__(model, config, options)
+        self.team = team
+        self.journal = partial(FinishedWeights, team=team)  # type: ignore[assignment]
         self.max_memory, self.hooks = max_memory, []  # type: ignore[var-annotated]
 
     def run(self) -> Report:
         try:
-            with mapped_copies(self.options.spill):
+            with mapped_copies(self.options.spill), all_reduce.same_data(), self.team.together():
                 return super().run()
         finally:
             for hook in self.hooks:
@@ -171,6 +190,13 @@ class FilesPipeline(Pipeline):
         shared = {id(p): p for p in self.model.parameters() if p.ndim > 1}
         return copy.deepcopy(self.model, shared)  # type: ignore[arg-type]
 
+    def share(self, todo: Plan) -> SharedWork:
+        """The largest weights first, by the cost of a solve: rows times columns squared. A table that is looked up too
+        is compared with the model as it is then."""
+        cost = {row.name: float(math.prod(row.shape)) * max(row.shape) for row in todo.active}
+        tables = frozenset(row.name for row in todo.active if "embedding" in row.ops and len(row.ops) > 1)
+        return SharedWork(self.team.rank, self.team.size, cost, tables, lambda: self.team.step(lambda: None))
+
     def place(self, row: PlanRow, out: Row, solved: Solved) -> None:
         """A weight of an interrupted run comes as the file has it, and is packed as a new one is."""
         super().place(row, out, solved._replace(weight=solved.weight.to_layout(row.layout)))
@@ -219,7 +245,7 @@ def _names(model: nn.Module) -> set[str]:
 def quantize_mapped(
     model: nn.Module, config: AOBaseConfig | str, folder: str | None, max_memory: str | int | None, *, calibration: Any,
     algorithm: Any, skip: Skip = (), on_indivisible: str = "pad", dry_run: bool = False, progress: Progress = None,
-    for_: str | None = None,
+    for_: str | None = None, team: RankGroup | None = None,
 ) -> Report:  # fmt: skip
     """As :func:`pennyweight.quantize_` of a model that ``load`` has mapped, within ``max_memory`` bytes of arrays.
 
@@ -227,6 +253,7 @@ def quantize_mapped(
                 continues after the last finished block. None for a dry run
     max_memory  "6 GB": the statistics of a block get what the largest weight leaves of it. Pages of the mapped
                 checkpoint are not counted: the system takes them back when it needs them
+    team        ranks that have the same model and data, and share the work; ``folder`` is one that all can write to
 
     Afterwards quantized weights are those of the files in ``folder``, and the model is ready to be saved. Raises
     PlanError if the limit is too low, or for an algorithm that changes float weights.
@@ -242,7 +269,7 @@ def quantize_mapped(
         skip=skip, calibration=calibration, algorithm=algorithm, resume=folder, spill=folder,
         dry_run=dry_run, on_indivisible=on_indivisible, progress=progress, for_=for_,
     )  # fmt: skip
-    return FilesPipeline(model, config, options, limit).run()
+    return FilesPipeline(model, config, options, limit, team or RankGroup(folder or "", False)).run()
 
 
 def _needed(todo: Plan) -> int:
@@ -253,51 +280,77 @@ def _needed(todo: Plan) -> int:
 def quantize_with_data(
     src: str, dst: str, config: AOBaseConfig | str, *, calibration: Any, algorithm: Any, max_memory: str | int | None,
     skip: Skip, on_indivisible: str, max_shard_bytes: int, resume: bool, dry_run: bool, progress: Progress,
-    for_: str | None,
+    for_: str | None, ranks: bool,
 ) -> Report:  # fmt: skip
     """:func:`pennyweight.quantize_checkpoint` with an algorithm."""
+    team = RankGroup(dst, ranks)
+    with team.together():
+        team.first(lambda: _check_empty(dst))
+        model = fresh_model(src)
+        load(src, model)
+        tied = is_tied(model)
+        with kept_state(dst, None if dry_run else resume, team) as folder:
+            report = quantize_mapped(
+                model, config, folder, max_memory, calibration=calibration, algorithm=algorithm, skip=skip,
+                on_indivisible=on_indivisible, dry_run=dry_run, progress=progress if team.rank == 0 else False, for_=for_,
+                team=team,
+            )  # fmt: skip
+
+            def write() -> None:
+                with replacing(dst) as made:
+                    save(model, made, max_shard_bytes=max_shard_bytes)
+                    chosen, left_out, _ = resolve_arguments(config, skip, on_indivisible)
+                    method = quantization_config(chosen, None if callable(left_out) else left_out or None)
+                    copy_side_files(src, made, method, untied=tied and not is_tied(model))
+
+            if not dry_run:
+                team.first(write)
+                del model, write  # some systems do not remove files that are mapped
+    return report
+
+
+def _check_empty(dst: str) -> None:
     there = sorted(set(os.listdir(dst)) - {STATE}) if os.path.isdir(dst) else []
     if there or os.path.isfile(dst):
         found = f"contains {', '.join(there[:3])}" if there else "is a file"
         raise CheckpointError(dst, None, f"{found}; choose a new or empty folder, or that of an interrupted run")
-    model = fresh_model(src)
-    load(src, model)
-    tied = is_tied(model)
-    with kept_state(dst, None if dry_run else resume) as folder:
-        report = quantize_mapped(
-            model, config, folder, max_memory, calibration=calibration, algorithm=algorithm, skip=skip,
-            on_indivisible=on_indivisible, dry_run=dry_run, progress=progress, for_=for_,
-        )  # fmt: skip
-        if not dry_run:
-            with replacing(dst) as made:
-                save(model, made, max_shard_bytes=max_shard_bytes)
-                chosen, left_out, _ = resolve_arguments(config, skip, on_indivisible)
-                method = quantization_config(chosen, None if callable(left_out) else left_out or None)
-                copy_side_files(src, made, method, untied=tied and not is_tied(model))
-            del model  # some systems do not remove files that are mapped
-    return report
 
 
 @contextmanager
-def kept_state(out_dir: str, resume: bool | None) -> Iterator[str | None]:
+def kept_state(out_dir: str, resume: bool | None, team: RankGroup | None = None) -> Iterator[str | None]:
     """The folder of finished weights during a run; an error before the first of them removes it.
 
     resume   True: continue an interrupted run in out_dir; False: start again; None: keep no state, the folder is None
+    team     the ranks that run it; the first makes and removes the folder
     """
     if resume is None:
         yield None
         return
-    folder, made = os.path.join(out_dir, STATE), not os.path.isdir(out_dir)
-    if not resume and os.path.isdir(folder):
-        shutil.rmtree(folder)
+    team = team or RankGroup(out_dir, False)
+    folder = os.path.join(out_dir, STATE)
+    made = team.first(lambda: _begin(out_dir, folder, resume))
     try:
         yield folder
     except BaseException:
+        if team.rank:
+            raise
         finished = os.path.isdir(folder) and any(name.startswith("solved-") for name in os.listdir(folder))
         if os.path.isdir(folder) and not finished:
             shutil.rmtree(folder)
             if made:
                 os.rmdir(out_dir)
         raise
-    if os.path.isdir(folder):
+    team.step(lambda: None)  # until no rank uses it
+    if team.rank == 0 and os.path.isdir(folder):
         shutil.rmtree(folder)
+
+
+def _begin(out_dir: str, folder: str, resume: bool) -> bool:
+    """Whether the run makes out_dir. Removes what only an interrupted run of several ranks leaves: hidden states."""
+    made = not os.path.isdir(out_dir)
+    if not resume and os.path.isdir(folder):
+        shutil.rmtree(folder)
+    os.makedirs(folder, exist_ok=True)
+    for hidden in Path(folder).glob("hidden-*"):
+        shutil.rmtree(hidden)
+    return made

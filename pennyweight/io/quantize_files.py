@@ -87,14 +87,14 @@ def quantize_checkpoint(
             "calibration=batches"
         )
     if calibration is not None or algorithm is not None:
-        if filter_fn is not None or ranks:
-            raise PlanError("filter_fn and ranks are not supported with an algorithm; use skip, and one process")
+        if filter_fn is not None:
+            raise PlanError("filter_fn is not supported with an algorithm; use skip")
         from .calibrated_streaming import quantize_with_data
 
         return quantize_with_data(
             os.fspath(src), dst, config, calibration=calibration, algorithm=algorithm, max_memory=max_memory, skip=skip,
             on_indivisible=on_indivisible, max_shard_bytes=max_shard_bytes, resume=resume, dry_run=dry_run,
-            progress=progress, for_=for_,
+            progress=progress, for_=for_, ranks=ranks,
         )  # fmt: skip
     if max_memory is not None:
         raise PlanError("max_memory limits an algorithm; without one a tensor at a time is in memory: leave it out")

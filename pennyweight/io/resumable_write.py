@@ -8,8 +8,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -45,7 +45,7 @@ class RankGroup:
             raise ValueError(
                 "ranks=True needs torch.distributed: start the program with torchrun and call init_process_group"
             )
-        self.folder = folder
+        self.folder, self.stopped = folder, False
         self.size = dist.get_world_size() if together else 1
         self.rank = dist.get_rank() if together else 0
 
@@ -53,10 +53,11 @@ class RankGroup:
         """Run ``work`` on each rank; returns the results of all ranks.
 
         Raises this rank's own error, or a CheckpointError that names the rank that failed or is gone. No rank waits for
-        a stopped one.
+        a stopped one: afterwards ``stopped`` is true, and there must be no further step.
         """
         if self.size == 1:
             return [work()]
+        self.stopped = True  # unless all succeed
         result: tuple[Any, str | None] = (None, None)
         failed: BaseException | None = None
         try:
@@ -71,19 +72,35 @@ class RankGroup:
                 raise failed from None
             raise CheckpointError(
                 self.folder, None,
-                f"rank {self.rank} lost another rank ({str(error).splitlines()[0][:120]}); no index was written, "
-                "completed shards stay; rerun the same command to resume",
+                f"rank {self.rank} lost another rank ({str(error).splitlines()[0][:120]}); nothing was put in place, "
+                "finished files stay; rerun the same command to resume",
             ) from error  # fmt: skip
         if failed is not None:
             raise failed
         for rank, (_, error_) in enumerate(results):
             if error_ is not None:
                 raise CheckpointError(self.folder, None, f"rank {rank} failed: {error_}")
+        self.stopped = False
         return [value for value, _ in results]
 
     def first(self, work: Callable[[], Any]) -> Any:
         """Run ``work`` on rank 0 only; returns its result on every rank."""
         return self.step(lambda: work() if self.rank == 0 else None)[0]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Tell the other ranks of an error outside of a step, which they wait in. Reraises it."""
+        try:
+            yield
+        except Exception as error:
+            if self.size > 1 and not self.stopped:
+                failed = error
+
+                def fail() -> None:
+                    raise failed
+
+                self.step(fail)
+            raise
 
     def same(self, what: str, own: str) -> None:
         """Raise CheckpointError on every rank if a value differs between ranks."""

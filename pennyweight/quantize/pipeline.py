@@ -18,6 +18,7 @@ from ..algorithms import recipe as recipes
 from ..algorithms.calibration.batches import Batches, read
 from ..algorithms.calibration.journal import Journal
 from ..algorithms.calibration.loop import CollectedStatistics, parse_bytes
+from ..algorithms.calibration.shared_work import SharedWork
 from ..algorithms.solve import Solved, solve, stages
 from ..algorithms.tied_weights import solve_in_model
 from ..core.model_arguments import ReturnedInPlaceOfModel, check_arguments
@@ -288,9 +289,7 @@ class Pipeline:
                 setattr(self.model, ALGORITHM, str(recipe))
         return report
 
-    def _rewrite(
-        self, todo: Plan, recipe: recipes.Recipe, batches: Batches, notes: dict[str, list[str]]
-    ) -> Plan:
+    def _rewrite(self, todo: Plan, recipe: recipes.Recipe, batches: Batches, notes: dict[str, list[str]]) -> Plan:
         """Apply the rewrites. Returns the plan of the model as it is then."""
         for rewrite in recipe.rewrites:
             _add(notes, rewrite.apply(self.model, _target(todo), batches))
@@ -336,16 +335,26 @@ class Pipeline:
         known = frozenset() if journal is None else journal.names
         weights = {name: row for name, (row, _) in pairs.items()}
         before: list[str] = []
+        share = self.share(todo)
         for names, seen in stages(
-            self.model, weights, recipe.solver, batches, spill=self.options.spill, known=known, max_ram=max_ram
-        ):
+            self.model, weights, recipe.solver, batches, spill=self.options.spill, known=known, max_ram=max_ram,
+            share=share,
+        ):  # fmt: skip
             self.retire([weights[name] for name in before], journal)
-            for name in names:
+            own = share.weights([name for name in names if name not in known])
+            for name in own:
                 finish(name, seen.get(name))
             if journal is not None:
                 journal.flush()
+            for name in names:
+                if name in pairs:  # the journal has it, of an interrupted run or of another rank
+                    finish(name)
             before = names
         self.retire([weights[name] for name in before], journal)
+
+    def share(self, todo: Plan) -> SharedWork:
+        """The part of the work of this process: all of it. Ranks with their own data solve every weight too."""
+        return SharedWork()
 
     def retire(self, rows: Sequence[PlanRow], journal: Journal | None) -> None:
         """Called when the blocks behind these weights have seen the outputs of theirs."""

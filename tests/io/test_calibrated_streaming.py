@@ -85,7 +85,9 @@ def assert_same(a: Path, b: Path) -> None:
 
 
 RECIPES: dict[str, Any] = {
-    **{name: name for name in ("gptq", "gptaq", "hqq", "imatrix", "auto", "nearest", "awq", "smooth", "rotate", "bias")},
+    **{
+        name: name for name in ("gptq", "gptaq", "hqq", "imatrix", "auto", "nearest", "awq", "smooth", "rotate", "bias")
+    },
     "reconstruct": [{"reconstruct": {"steps": 12, "rate": 0.01}}],
     "steps": ["awq", {"rotate": {"held_out": 0.0}}, "gptq", "bias", {"reconstruct": {"steps": 12}}],
 }

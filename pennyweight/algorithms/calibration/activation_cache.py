@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,17 @@ _BY_NAME = "pennyweight: hidden states by name"
 
 
 class ActivationCache:
-    """One tensor per batch: in files of a folder; without one in memory, or in mapped files."""
+    """One tensor per batch: in files of a folder; without one in memory, or in mapped files.
 
-    def __init__(self, folder: Path | None, name: str) -> None:
-        self.folder, self.name, self.kept = folder, name, {}  # type: ignore[var-annotated]
+    own   indices of the batches that :meth:`put` stores; other ranks store the others in the same folder. None: all
+    """
+
+    def __init__(self, folder: Path | None, name: str, own: Container[int] | None = None) -> None:
+        self.folder, self.name, self.own, self.kept = folder, name, own, {}  # type: ignore[var-annotated]
 
     def put(self, i: int, x: Tensor) -> None:
+        if self.own is not None and i not in self.own:
+            return
         if self.folder is None:
             self.kept[i] = stored(x)
         else:
@@ -77,9 +82,9 @@ def capture_block_inputs(
     return lambda i, b: kept[i][b if len(kept[i]) > 1 else 0]
 
 
-def advance_block(states: ActivationCache, count: int, b: int, block: nn.Module, rest: Rest) -> None:
-    """Replace the hidden states of ``count`` batches before block b by those after it."""
-    for i in range(count):
+def advance_block(states: ActivationCache, batches: Iterable[int], b: int, block: nn.Module, rest: Rest) -> None:
+    """Replace the hidden states of batches with these indices before block b by those after it."""
+    for i in batches:
         states.put(i, run_block(block, states.get(i), rest(i, b)))
 
 

@@ -20,6 +20,7 @@ from ...planning.plan import Plan
 
 _LOG = logging.getLogger(__name__)
 KEY = "calibration.json"
+PREFIX, DIGITS = "solved-", 5  # of a file of finished weights, and of its number
 
 
 class Journal:
@@ -41,24 +42,32 @@ class Journal:
             "recipe": str(recipe),
             "data": _digest([(str(i), t) for i, t in enumerate(tree_leaves(list(batches)))]),
         }
-        path = self.folder / KEY
-        if path.exists():
-            was = json.loads(path.read_text(encoding="utf-8"))
-            differs = [name for name in key if was.get(name) != key[name]]
-            if differs:
-                raise PlanError(
-                    f"{path} is of another run: {', '.join(differs)} differ; use another folder or delete this one"
-                )
-        else:
-            _write(path, lambda to: to.write_text(json.dumps(key), encoding="utf-8"))
+        self.claim(key)
         self.done: dict[str, Any] = {}
         self.fresh: dict[str, Any] = {}
-        files = sorted(self.folder.glob(f"solved-*.{self.ending}"))
+        files = self.found()
         for file in files:
-            self.done |= self.read_file(file)
+            self.done |= self.read_file(self.folder / file)
         if self.done:
             _LOG.info("resume: %d weights were solved before, in %s", len(self.done), self.folder)
-        self.files = len(files)
+        self.files = 1 + max((int(file[len(PREFIX) : len(PREFIX) + DIGITS]) for file in files), default=-1)
+
+    def claim(self, key: dict[str, Any]) -> None:
+        """Write the key of a new folder, or compare it with that of an interrupted run."""
+        path = self.folder / KEY
+        if not path.exists():
+            _write(path, lambda to: to.write_text(json.dumps(key), encoding="utf-8"))
+            return
+        was = json.loads(path.read_text(encoding="utf-8"))
+        differs = [name for name in key if was.get(name) != key[name]]
+        if differs:
+            raise PlanError(
+                f"{path} is of another run: {', '.join(differs)} differ; use another folder or delete this one"
+            )
+
+    def found(self) -> list[str]:
+        """Names of the files of finished weights."""
+        return sorted(file.name for file in self.folder.glob(f"{PREFIX}*.{self.ending}"))
 
     def read_file(self, path: Path) -> dict[str, Any]:
         return torch.load(path, weights_only=True)  # type: ignore[no-any-return]
@@ -78,11 +87,17 @@ class Journal:
 
     def flush(self) -> None:
         """Write the weights added since the last flush."""
-        if self.fresh:
-            path = self.folder / f"solved-{self.files:05d}.{self.ending}"
-            _write(path, lambda to: self.write_file(to, self.fresh))
-            self.files += 1
-            self.fresh = {}
+        self.write_fresh()
+        self.files += 1
+
+    def write_fresh(self, mark: str = "") -> str:
+        """Write a file of the weights added since the last one; returns its name, "" if there are none."""
+        if not self.fresh:
+            return ""
+        name = f"{PREFIX}{self.files:0{DIGITS}d}{mark}.{self.ending}"
+        _write(self.folder / name, lambda to: self.write_file(to, self.fresh))
+        self.fresh = {}
+        return name
 
 
 def _write(path: Path, write: Any) -> None:

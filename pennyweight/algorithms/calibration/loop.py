@@ -21,6 +21,7 @@ from .activation_cache import ActivationCache, Rest, advance_block, capture_bloc
 from .batches import Batches, held_out
 from .block_order import CalibrationSegment, calibration_segments, inference_mode
 from .input_hooks import InputHooks, require_finite
+from .shared_work import SharedWork
 from .statistics import STATISTICS, State, Statistic
 
 HELD_OUT = 0.125  # fraction of the data that compares candidates of weights that are multiplied and looked up
@@ -56,12 +57,16 @@ class CalibrationLoop:
     known       weights that are already solved: nothing is collected for sets of only these
     max_ram     memory limit in bytes for hidden states plus a block's statistics; hidden states go to a temporary
                 folder if they do not fit
+    share       the part of the work of this rank, if all ranks have the same data. More than one need ``spill``, a
+                folder that all can read
     """
 
     def __init__(
         self, model: nn.Module, weights: dict[int, str], batches: Sequence[Any], needs: Sequence[str],
         spill: str | Path | None = None, known: frozenset[str] = frozenset(), max_ram: float | None = None,
+        share: SharedWork | None = None,
     ) -> None:  # fmt: skip
+        self.share = share or SharedWork()
         self.model, self.weights, self.batches = model, weights, batches
         self.single = [STATISTICS[n] for n in needs if not STATISTICS[n].paired]
         self.paired = [STATISTICS[n] for n in needs if STATISTICS[n].paired]
@@ -89,7 +94,7 @@ class CalibrationLoop:
 
     def _run(self, names: list[str], batches: Sequence[Any]) -> dict[str, CollectedStatistics]:
         collector = _Collector(self._of(names), self.single)
-        if self.known.issuperset(names):
+        if not collector.weights:
             return collector.finish()
         with step("collecting statistics") as advance:
             for i, batch in enumerate(batches, 1):
@@ -98,24 +103,38 @@ class CalibrationLoop:
         return collector.finish()
 
     def _chain(self, segment: CalibrationSegment) -> Iterator[Stage]:
+        several, count = self.share.size > 1, range(len(self.batches))
         with tempfile.TemporaryDirectory(dir=self.spill) as folder:
             place = None if self.spill is None else Path(folder)
-            hidden = ActivationCache(place, "quantized")
+            own = self.share.batches(len(self.batches))
+            hidden = ActivationCache(
+                self._shared_folder(segment) if several else place, "quantized", own if several else None
+            )
             exact = ActivationCache(place, "float") if self.paired else None
             rest = capture_block_inputs(
                 self.model, self.batches, [block for _, block in segment.blocks], hidden,
                 lambda first: self._limit(segment, first, (hidden, exact), folder),
             )  # fmt: skip
+            self.share.wait()
             if exact is not None:
-                for i in range(len(self.batches)):
+                for i in count:
                     exact.put(i, hidden.get(i))
             for b, ((_, block), names) in enumerate(zip(segment.blocks, segment.sites, strict=True)):
                 if names:
                     yield names, self._block(names, b, block, rest, hidden, exact)
                 elif exact is not None:
-                    advance_block(exact, len(self.batches), b, block, rest)
+                    advance_block(exact, count, b, block, rest)
                 if b + 1 < len(segment.blocks):
-                    advance_block(hidden, len(self.batches), b, block, rest)
+                    self.share.wait()  # until no rank reads the states that are replaced
+                    advance_block(hidden, own, b, block, rest)
+                    self.share.wait()
+
+    def _shared_folder(self, segment: CalibrationSegment) -> Path:
+        """For hidden states that ranks read from each other; the caller removes the spill folder."""
+        assert self.spill is not None
+        folder = Path(self.spill) / f"hidden-{segment.blocks[0][0]}"
+        folder.mkdir(exist_ok=True)
+        return folder
 
     def _block(
         self,
@@ -127,9 +146,9 @@ class CalibrationLoop:
         exact: ActivationCache | None,
     ) -> dict[str, CollectedStatistics]:
         collector = _Collector(self._of(names), self.single, self.paired)
-        if self.known.issuperset(names):
+        if not collector.weights:
             if exact is not None:
-                advance_block(exact, len(self.batches), b, block, rest)
+                advance_block(exact, range(len(self.batches)), b, block, rest)
             return collector.finish()
         with step(f"collecting statistics of block {b}") as advance:
             for i, batch in enumerate(self.batches):
@@ -142,7 +161,8 @@ class CalibrationLoop:
         return collector.finish()
 
     def _of(self, names: list[str]) -> dict[int, str]:
-        wanted = set(names)
+        """The weights of these names whose statistics this rank collects."""
+        wanted = set(self.share.weights([name for name in names if name not in self.known]))
         return {i: name for i, name in self.weights.items() if name in wanted}
 
     def _limit(
@@ -169,7 +189,7 @@ class CalibrationLoop:
                 )
             if hidden + needed > self.max_ram:
                 for store in stores:
-                    if store is not None:
+                    if store is not None and store.folder is None:
                         store.folder = Path(folder)
 
 

@@ -94,7 +94,7 @@ class Reconstruct(Learner):
         exact_rest = capture_block_inputs(teacher, batches, float_blocks, exact)
         owners = Counter(id(p) for block in blocks for p in block.parameters())
         for b, (block, float_block) in enumerate(zip(blocks, float_blocks, strict=True)):
-            advance_block(exact, len(batches), b, float_block, exact_rest)
+            advance_block(exact, range(len(batches)), b, float_block, exact_rest)
             trainables = [
                 trainable
                 for trainable in trainable_parameters(block, self.norms, float_block if self.codes else None)
@@ -103,7 +103,7 @@ class Reconstruct(Learner):
             if any(isinstance(trainable, TrainableWeight) for trainable in trainables):
                 yield self._block(block, b, trainables, batches, rest, hidden, exact)
             if b + 1 < len(float_blocks):
-                advance_block(hidden, len(batches), b, block, rest)
+                advance_block(hidden, range(len(batches)), b, block, rest)
 
     def _block(
         self, block: nn.Module, b: int, trainables: list[Trainable], batches: Sequence[Any], rest: Rest,
