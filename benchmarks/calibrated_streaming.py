@@ -1,7 +1,7 @@
 """How much memory an algorithm takes for a checkpoint on disk: all weights in memory, and weights that stay in files.
 
     python benchmarks/calibrated_streaming.py [--depths 4,16] [--hidden 1024] [--algorithm gptq] [--max-memory 1GB]
-        [--limit 1GB]
+        [--limit 1GB] [--sequences 16]
 
 Writes a random bfloat16 Llama (ffn 2.75 times the hidden size, vocabulary 8192) of each depth, and quantizes it to int4
 in groups of 128 in a child process, once with quantize_ and once with quantize_checkpoint. Printed are the peaks of the
@@ -31,7 +31,7 @@ from rich.table import Table
 from pennyweight.planning.quantize_report import nbytes_of
 
 ROOT = Path(__file__).resolve().parents[1]
-VOCABULARY, SEQUENCES, LENGTH = 8192, 16, 256
+VOCABULARY, LENGTH = 8192, 256
 WAYS = ("in memory", "in files")
 
 CHILD = """
@@ -48,7 +48,7 @@ def own():
 torch.manual_seed(0)
 recipe = algorithm.split("+")
 ids = torch.randint(int(vocabulary), (int(count), int(length)))
-batches = [{"input_ids": some} for some in ids.split(4)]
+batches = [{"input_ids": some} for some in ids.split(1)]
 config = pw.Int4WeightOnlyConfig(group_size=128)
 before, peak, done = own(), 0, False
 def watch():
@@ -75,7 +75,7 @@ print(json.dumps({"peak": peak - before, "seconds": seconds, "processor": proces
 
 @contextmanager
 def control_group(limit: int) -> Iterator[Path]:
-    """A control group whose processes have at most ``limit`` bytes, of version 1 or 2. Raises OSError without rights."""
+    """A control group, of version 1 or 2, that limits its processes to so many bytes. OSError: no right to make one."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         two = number == "0" and Path("/sys/fs/cgroup/cgroup.controllers").exists()
@@ -122,6 +122,7 @@ def main() -> None:
     p.add_argument("--algorithm", default="gptq")
     p.add_argument("--max-memory", default="1GB")
     p.add_argument("--limit", help="bytes that the kernel allows the way in files, such as 1GB")
+    p.add_argument("--sequences", type=int, default=16, help=f"of {LENGTH} tokens")
     p.add_argument("--ways", default=",".join(WAYS))
     p.add_argument("--folder", help="for the files; default: the system's temporary folder")
     o = p.parse_args()
@@ -146,7 +147,7 @@ def main() -> None:
             for way in o.ways.split(","):
                 dst = Path(scratch) / way.replace(" ", "-")
                 command = [sys.executable, "-c", CHILD, str(src), str(dst), way, o.algorithm, o.max_memory]
-                command += [str(LENGTH), str(SEQUENCES), str(VOCABULARY)]
+                command += [str(LENGTH), str(o.sequences), str(VOCABULARY)]
                 run = run_limited(command, nbytes_of(o.limit) if o.limit and way == "in files" else None)
                 if run.returncode == -9:
                     table.add_row(str(depth), f"{size / 1e6:.0f}", way, "killed", "", "", "")

@@ -29,10 +29,10 @@ from torch.overrides import TorchFunctionMode
 from ..core.tensor import AffineQuantizedTensor
 from ..distributed import all_reduce
 from ..planning.plan import PlanRow
-from ..planning.run_batch import run_batch
 from .base import Solver
 from .calibration.batches import Batches, held_out
 from .calibration.block_order import inference_mode
+from .calibration.forward import run_batch
 from .calibration.input_hooks import COMPOSITE, LOOKUPS, READERS
 from .calibration.loop import HELD_OUT, CollectedStatistics
 from .solve import Solved, solve

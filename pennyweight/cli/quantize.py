@@ -102,8 +102,8 @@ def quantize(
     files, and one block at a time is in memory. With --max-kl both models are loaded and
     run on --text, and nothing is written unless the KL passes.
 
-    torchrun --nproc-per-node N -m pennyweight quantize ... divides the files among N processes, and with --max-memory the
-    weights of each block. The result is that of one process.
+    torchrun --nproc-per-node N -m pennyweight quantize ... divides the files among N processes, and with --max-memory
+    the weights of each block. The result is that of one process.
     """
     from ..planning.configs.by_name import by_name
     from ..planning.configs.files import is_config_file, layer_config, read_config, write_config
@@ -197,9 +197,13 @@ def quantize(
 
         with over_ranks():
             RankGroup(out_dir, several).first(lambda: check_room(out_dir, force, but=STATE))
-            shown = progress_bar() if is_first_rank() else nullcontext()
-            with shown as advance, nullcontext() if budget else resume_hint():
-                report = learned(progress=advance or False, resume=None if budget else resume, finish=finish)
+            with (
+                progress_bar() if is_first_rank() else nullcontext() as advance,
+                nullcontext() if budget else resume_hint(),
+            ):
+                report = learned(
+                    progress=advance if is_first_rank() else False, resume=None if budget else resume, finish=finish
+                )
         after = contents(out_dir).file_bytes
     else:
         with over_ranks():

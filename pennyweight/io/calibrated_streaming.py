@@ -51,8 +51,8 @@ from .state_dict import items, metadata_of
 
 STATE = ".calibration"  # in the folder of the result during a run: the finished weights
 SOLVED = "solved"  # in the metadata of a file: SQNR, error and note of each weight
-# Copies of a weight in float32 that are held at once, with room to spare. Solvers: values, inverse order, errors, codes.
-# Rewrites: float64 values before and after. Training: values, gradients, Adam's moments, the products of one step
+# Copies of a weight in float32 that are held at once, with room to spare. Solvers: values, inverse order, errors,
+# codes. Rewrites: float64 values before and after. Training: values, gradients, Adam's moments, products of a step
 COPIES, REWRITTEN, TRAINED = 8, 6, 12
 
 
@@ -165,9 +165,10 @@ class FilesPipeline(Pipeline):
             needs.append((trained[0], name, 4 * TRAINED * blocks.get(name, 0)))
         for one, name, needed in needs:
             if needed > self.max_memory:
+                limit = size(int(self.max_memory))
                 raise PlanError(
-                    f"max_memory is {size(int(self.max_memory))}, but {one.name} takes up to {size(needed)} for {name}; "
-                    "raise max_memory, or leave this step out"
+                    f"max_memory is {limit}, but {one.name} takes up to {size(needed)} for {name}; raise max_memory, "
+                    "or leave this step out"
                 )
 
     def _rewrite(self, todo: Plan, recipe: Recipe, batches: Any, notes: dict[str, list[str]]) -> Plan:
@@ -256,7 +257,7 @@ def quantize_mapped(
     team        ranks that have the same model and data, and share the work; ``folder`` is one that all can write to
 
     Afterwards quantized weights are those of the files in ``folder``, and the model is ready to be saved. Raises
-    PlanError if the limit is too low, or for an algorithm that changes float weights.
+    PlanError if the limit is too low, or for an algorithm that needs the model in memory.
     """
     config, skip, on_indivisible = resolve_arguments(config, skip, on_indivisible)
     if config.pipeline is not None:
@@ -292,8 +293,8 @@ def quantize_with_data(
         with kept_state(dst, None if dry_run else resume, team) as folder:
             report = quantize_mapped(
                 model, config, folder, max_memory, calibration=calibration, algorithm=algorithm, skip=skip,
-                on_indivisible=on_indivisible, dry_run=dry_run, progress=progress if team.rank == 0 else False, for_=for_,
-                team=team,
+                on_indivisible=on_indivisible, dry_run=dry_run, progress=progress if team.rank == 0 else False,
+                for_=for_, team=team,
             )  # fmt: skip
 
             def write() -> None:

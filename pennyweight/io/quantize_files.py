@@ -66,13 +66,14 @@ def quantize_checkpoint(
     resume           continue an interrupted run in dst; the result is byte-identical
     dry_run          only plan and validate
     progress         a bar after two seconds by default; False: none; or a function, called with (done, total, name)
-    ranks            called on every rank of torch.distributed; each writes its share of the files. The result is
+    ranks            called on every rank of torch.distributed; each writes its share of the files, or with an algorithm
+                     and the same calibration on all ranks solves its share of the weights. The result is
                      byte-identical to that of one process. If one rank fails or dies, all raise
-
     for_             as for quantize_: check first that an inference engine reads every weight
-    calibration, algorithm   as for quantize_, for solvers (gptq, gptaq, hqq, imatrix, auto): the model of config.json
-                     runs block by block on mapped weights, and each finished block goes to dst. The result has the
-                     bits of quantize_ in memory. Rewrites and tuners change float weights, and are refused
+    calibration, algorithm   as for quantize_: the model of config.json runs block by block on mapped weights, and each
+                     finished block goes to dst. Rewrites (awq, smooth, rotate) change a copy of the float weights in
+                     dst, which must have room for it. The result has the bits of quantize_ in memory. Refused is what
+                     trains all weights at once (tune, distill)
     max_memory       "6 GB": limit of the arrays of an algorithm; an error says if one block needs more
 
     Peak memory is about the largest tensor, less if it can be quantized by rows. Small files beside the weights

@@ -1,6 +1,8 @@
 """quantize --algorithm, --budget: what quantize_ makes of the model in memory, on disk."""
 
 import json
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,11 @@ def test_weights_that_stay_in_files(run: Any, writer: Path, text: Path, tmp_path
     assert snapshot(out) == snapshot(tmp_path / "whole")
     several = run("quantize", writer, tmp_path / "other", *GROUPS, "--max-memory", "1GB")
     assert "--max-memory is for --algorithm" in several.stderr
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "pennyweight", "quantize", writer, tmp_path / "two", *arguments, "--max-memory", "1GB"]
+    two = subprocess.run([*torchrun, *map(str, command)], capture_output=True, text=True, check=False)
+    assert two.returncode == 0, two.stderr
+    assert snapshot(tmp_path / "two") == snapshot(tmp_path / "whole")
 
 
 def test_a_budget_and_a_gate(run: Any, writer: Path, text: Path, tmp_path: Path) -> None:

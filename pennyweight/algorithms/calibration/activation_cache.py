@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ...planning.run_batch import run_batch
 from .block_order import hidden_argument, output_tensor
+from .forward import products_in_float32, run_batch
 from .mapped_tensors import stored
 
 Rest = Callable[[int, int], tuple[Any, dict[str, Any]]]  # (batch, block) -> further arguments
@@ -110,9 +110,10 @@ def run_block(
     args, kwargs = rest
     kwargs = dict(kwargs)
     args, kwargs = ((), kwargs | {"hidden_states": x}) if kwargs.pop(_BY_NAME) else ((x, *args), kwargs)
-    if state is None:
-        out = output_tensor(block(*args, **kwargs))
-    else:
-        out = output_tensor(torch.func.functional_call(block, state, args, kwargs, tie_weights=False))
+    with products_in_float32(block.parameters()):
+        if state is None:
+            out = output_tensor(block(*args, **kwargs))
+        else:
+            out = output_tensor(torch.func.functional_call(block, state, args, kwargs, tie_weights=False))
     assert out is not None
     return out

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...planning.run_batch import run_batch, token_mask
+from ...planning.run_batch import token_mask
+from .forward import run_batch
 from .input_hooks import InputHooks
 
 

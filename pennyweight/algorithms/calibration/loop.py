@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from ...distributed import all_reduce
 from ...planning.config_resolution import PlanError
 from ...planning.quantize_report import nbytes_of, size
-from ...planning.run_batch import run_batch, token_mask
+from ...planning.run_batch import token_mask
 from ...support.progress import step
 from .activation_cache import ActivationCache, Rest, advance_block, capture_block_inputs, run_block
 from .batches import Batches, held_out
 from .block_order import CalibrationSegment, calibration_segments, inference_mode
+from .forward import run_batch
 from .input_hooks import InputHooks, require_finite
 from .shared_work import SharedWork
 from .statistics import STATISTICS, State, Statistic

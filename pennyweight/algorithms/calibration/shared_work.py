@@ -1,5 +1,5 @@
-"""How ranks that all have the same data share a calibration: each collects and solves some weights of a block, and computes
-the hidden states of some batches. Results do not depend on the number of ranks."""
+"""How ranks that all have the same data share a calibration: each collects and solves some weights of a block, and
+computes the hidden states of some batches. Results do not depend on the number of ranks."""
 
 from __future__ import annotations
 

@@ -30,12 +30,13 @@ from ...planning.configs import (
 from ...planning.granularity import MappingType
 from ...planning.parameters import kind_of
 from ...planning.plan import PlanRow, plan
-from ...planning.run_batch import run_batch, token_mask, user_level
+from ...planning.run_batch import token_mask, user_level
 from ...planning.scheme import Scheme
 from ...support.arguments import check_number, did_you_mean, show
 from ...support.progress import Progress, step
 from .batches import each
 from .block_order import inference_mode
+from .forward import run_batch
 from .input_hooks import InputHooks, require_finite
 from .statistics import HISTOGRAM, Bins, State, bins
 

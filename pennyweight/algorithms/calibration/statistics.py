@@ -74,14 +74,33 @@ def _square(groups: int, width: int) -> State:
     return torch.zeros(groups, width, width, dtype=torch.float32, device="cpu"), 0
 
 
+COLUMNS = 512  # of a matrix of products that are added at once
+
+
+def _add_products(total: Tensor, x: Tensor) -> Tensor:
+    """total += x^T x of x [G, tokens, K], on and above the diagonal of blocks of columns: half the work."""
+    for begin in range(0, x.shape[2], COLUMNS):
+        rows = slice(begin, begin + COLUMNS)
+        total[:, rows, begin:].baddbmm_(x[:, :, rows].mT, x[:, :, begin:])
+    return total
+
+
+def _symmetric(total: Tensor) -> Tensor:
+    """What :func:`_add_products` left out, by symmetry."""
+    for begin in range(COLUMNS, total.shape[2], COLUMNS):
+        rows = slice(begin, begin + COLUMNS)
+        total[:, rows, :begin] = total[:, :begin, rows].mT
+    return total
+
+
 # float32 sums: the matrix of a layer with 11008 inputs already takes 0.5 GB
 HESSIAN = register_statistic(
     Statistic(
         "hessian",  # E[x x^T]: Hessian of the squared output error with respect to the weight
         _square,
-        lambda s, x: (s[0].baddbmm_(x.mT, x), s[1] + x.shape[1]),
+        lambda s, x: (_add_products(s[0], x), s[1] + x.shape[1]),
         _sum,
-        _mean,
+        lambda s: _symmetric(_mean(s)),
     )
 )
 DRIFT = register_statistic(

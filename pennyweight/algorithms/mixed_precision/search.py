@@ -20,12 +20,12 @@ from ...planning.configs import AOBaseConfig, SpecConfig
 from ...planning.configs.by_name import FASTEST, by_name
 from ...planning.engines import FUSED, check_plan, engine_of, fused_groups
 from ...planning.plan import Plan, PlanRow, plan
-from ...planning.run_batch import run_batch
 from ...support.arguments import check_number
 from ...support.progress import Callback, Progress, step
 from .. import recipe as recipes
 from ..calibration.batches import read
 from ..calibration.block_order import inference_mode
+from ..calibration.forward import run_batch
 from ..solve import stages
 from ..tied_weights import solve_in_model
 from ..tuners import losses

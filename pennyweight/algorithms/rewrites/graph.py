@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...core.tensor import AffineQuantizedTensor
-from ...planning.run_batch import run_batch
 from ..calibration.block_order import inference_mode
+from ..calibration.forward import run_batch
 from ..calibration.input_hooks import COMPOSITE, READERS, read_linear
 
 CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d}

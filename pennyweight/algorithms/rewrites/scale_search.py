@@ -13,11 +13,12 @@ from ...core.numerics import fake_quantize
 from ...distributed import all_reduce
 from ...kernels.activation import quantize_activation
 from ...planning.config_resolution import PlanError
-from ...planning.run_batch import run_batch, token_mask
+from ...planning.run_batch import token_mask
 from ...planning.scheme import Scheme
 from ..base import Rewrite
 from ..calibration.batches import Batches, held_out, read
 from ..calibration.block_order import inference_mode
+from ..calibration.forward import run_batch
 from ..calibration.input_hooks import InputHooks, require_finite
 from ..calibration.mapped_tensors import empty
 from .equalization import EqualizationPair, find_pairs

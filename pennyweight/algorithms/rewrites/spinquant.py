@@ -15,9 +15,9 @@ from ...core.numerics import fake_quantize
 from ...core.spec import ActivationSpec
 from ...distributed import all_reduce
 from ...kernels.activation import quantize_activation
-from ...planning.run_batch import run_batch
 from ...planning.scheme import Scheme
 from ..calibration.block_order import inference_mode
+from ..calibration.forward import products_in_float32, run_batch
 from ..tuners import losses
 from ..tuners.distill import batch_arguments, shuffled_forever
 from .hadamard import householder
@@ -61,8 +61,10 @@ def learn_rotation(
             batch = trained[next(order)]
             with torch.no_grad():
                 wanted = losses.compared_tensor(run_batch(model, batch))
-            loss = measure(wanted, student(start @ cayley(free, stream.centred), batch), batch)
-            (free.grad,) = (all_reduce.reduce_sum(g) for g in torch.autograd.grad(loss, [free]))
+            with products_in_float32(model.parameters()):
+                loss = measure(wanted, student(start @ cayley(free, stream.centred), batch), batch)
+                (grad,) = torch.autograd.grad(loss, [free])
+            free.grad = all_reduce.reduce_sum(grad)
             optimizer.step()
         q = (start @ cayley(free, stream.centred)).detach()
         after = divergence_of(q)
@@ -111,7 +113,7 @@ class Student:
             acts = {id(weights[n]): s.act for n, s in self.target.items() if _dynamic(s) and s.act is not None}
         else:
             state = {name: self._rounded(name, value) for name, value in state.items()}
-        with _Inputs(acts):
+        with products_in_float32(self.model.parameters()), _Inputs(acts):
             output = torch.func.functional_call(self.model, state, *batch_arguments(batch), tie_weights=False)
         return losses.compared_tensor(output)
 

@@ -17,9 +17,10 @@ from ...kernels.repack import choose_layout
 from ...kernels.table import Case
 from ...kernels.target import target_of
 from ...planning.parameters import Place, Site, make_site, places
-from ...planning.run_batch import run_batch, token_mask
+from ...planning.run_batch import token_mask
 from ...planning.scheme import Scheme
 from ..calibration.block_order import inference_mode
+from ..calibration.forward import run_batch
 from ..calibration.mapped_tensors import copy_of, stored
 from ..solvers.rtn import quantize_weight
 from ..tuners import losses

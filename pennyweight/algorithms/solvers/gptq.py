@@ -217,21 +217,30 @@ class GPTQ(Solver):
         keep = None if keep is None or bool(keep.all()) else keep
         scheme = make_grid(next(grid_candidates(task, ("scheme",), None))[1], task.spec, shape)
 
-        def from_nearest(under: Tensor) -> BestCandidate:
-            error = output_error(rounded_values - target, under)
+        # Candidates are compared under damping, which generalizes better with few tokens: d H d^T + extra |d|^2
+        extra = float(f.damping * hessian.diagonal().mean())
+
+        def errors(values: Tensor) -> tuple[Tensor, Tensor]:
+            """Of each row, without and with damping."""
+            off = values - target
+            error = output_error(off, h)
+            return error, error + extra * off.square().sum(1)
+
+        def from_nearest(error: Tensor) -> BestCandidate:
             return BestCandidate(scheme, rounded.codes[:n, :k], rounded_values, error, shape)
 
-        damped = hessian.clone()  # candidates are compared under damping, which generalizes better with few tokens
-        damped.diagonal().add_(f.damping * hessian.diagonal().mean())
-        d = damped.unsqueeze(0)
-        found = from_nearest(d)
+        exact, with_damping = errors(rounded_values)
+        found = from_nearest(with_damping)
         for _, params in grid_candidates(task, self.grids, hessian.diagonal()):
             g = make_grid(params, task.spec, shape)
             codes, values = quantize_columns(target, g, f, keep)
-            found.offer(g, codes, values, output_error(values - target, d))
-        refit_and_descend(found, target, damped, self.sweeps, keep=keep)
-        best = from_nearest(h)  # at most round-to-nearest's error: guaranteed without damping
-        best.offer(found.grid, found.codes, found.values, output_error(found.values - target, h))
+            found.offer(g, codes, values, errors(values)[1])
+        if self.sweeps:
+            damped = hessian.clone()
+            damped.diagonal().add_(extra)
+            refit_and_descend(found, target, damped, self.sweeps, keep=keep)
+        best = from_nearest(exact)  # at most round-to-nearest's error: guaranteed without damping
+        best.offer(found.grid, found.codes, found.values, errors(found.values)[0])
         wanted = damping if self.damping is None else self.damping
         note = "" if f.damping == wanted else f"damping raised to {f.damping:g}"
         if self.asymmetric and drift is None and self.name == GPTAQ.name:  # "auto" uses drift only if available

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from ...core.tensor import AffineQuantizedTensor
 from ...distributed import all_reduce
 from ...planning.parameters import kind_of
-from ...planning.run_batch import run_batch, token_mask
+from ...planning.run_batch import token_mask
 from ..base import Tuner, register
 from ..calibration.batches import read
 from ..calibration.block_order import inference_mode
+from ..calibration.forward import run_batch
 
 
 @register("bias")

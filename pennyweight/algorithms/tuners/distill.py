@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...planning.run_batch import run_batch
 from ...planning.scheme import Scheme
 from ..base import Tuner, register
 from ..calibration.batches import read
 from ..calibration.block_order import inference_mode
+from ..calibration.forward import products_in_float32, run_batch
 from . import losses
 from .trainable_qparams import Trainable, trainable_parameters
 
@@ -59,8 +59,10 @@ class Learner(Tuner):
                 group["lr"] = group["full"] * (1 + math.cos(math.pi * step / self.steps)) / 2
             for i in islice(order, self.batch):
                 state = {name: x for trainable in trainables for x in (trainable.value(),) for name in trainable.names}
-                found = loss(i, state) / self.batch
-                for delta, grad in zip(deltas, torch.autograd.grad(found, deltas, allow_unused=True), strict=True):
+                with products_in_float32(t.where[0].get() for t in trainables):
+                    found = loss(i, state) / self.batch
+                    grads = torch.autograd.grad(found, deltas, allow_unused=True)
+                for delta, grad in zip(deltas, grads, strict=True):
                     if grad is not None:
                         delta.grad = grad if delta.grad is None else delta.grad + grad
             optimizer.step()

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ...planning.run_batch import run_batch, token_mask
+from ...planning.run_batch import token_mask
 from ...support.arguments import did_you_mean
 from ..calibration.batches import held_out_indices
 from ..calibration.block_order import inference_mode
+from ..calibration.forward import run_batch
 from ..calibration.mapped_tensors import stored
 
 Divergence = Callable[[Any, Any, Any], Tensor]  # (reference output, output, batch) -> scalar
