@@ -1,5 +1,6 @@
 """For every test: fixed seeds, and memory that was never written is made visible."""
 
+import gc
 import logging
 import os
 import signal
@@ -47,6 +48,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_collection_finish() -> None:
     restore_environment(ENVIRONMENT)  # modules that are imported to find the tests may be programs, which set variables
+    # Modules and tests stay: every full collection would read them, for a second and more. A forked process that did so
+    # would have a copy of them all.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

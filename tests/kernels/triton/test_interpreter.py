@@ -7,8 +7,9 @@ from .interpreter import interpret
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 
-def test_the_cases_of_the_first_use() -> None:
-    found = interpret("first_use")
+@pytest.mark.parametrize("which", ["different", pytest.param("all", marks=pytest.mark.exhaustive)])
+def test_the_cases_of_the_first_use(which: str) -> None:
+    found = interpret("first_use", which)
     assert found["wrong"] == {}
     assert found["count"] >= 12
     assert set(found["locks"]) == {0}

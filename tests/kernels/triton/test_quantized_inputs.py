@@ -41,7 +41,7 @@ def test_codes_are_those_of_the_cpu(dtype: str) -> None:
 def test_products_of_codes() -> None:
     found = interpret("product_tiles")
     assert found["wrong"] == {}
-    assert found["count"] == 16
+    assert found["count"] == 8
     assert found["locks"], "no program shared a tile"
     assert set(found["locks"]) == {0}
 
