@@ -237,7 +237,11 @@ def float_twin(model: nn.Module) -> nn.Module:
     return twin
 
 
-@pytest.mark.parametrize("name", MODELS)
+# The ways of "products int8" and "embedding" with other formats, which test_one_graph_for_all_batch_sizes has
+ALIKE = ("products int4", "products nvfp4", "embedding nf4")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.exhaustive) if n in ALIKE else n for n in MODELS])
 def test_other_uses_compile(name: str) -> None:
     build, make = MODELS[name]
     model = build().eval()

@@ -29,8 +29,9 @@ def test_each_code(dtype: str) -> None:
     assert found["count"] > 30
 
 
-def test_programs_that_share_a_tile() -> None:
-    found = interpret("splits")
+@pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.exhaustive)])
+def test_programs_that_share_a_tile(which: str) -> None:
+    found = interpret("splits", which)
     assert found["wrong"] == {}
     assert found["sizes"] == [2, 4, 8]
     assert len(found["locks"]) > 0

@@ -38,8 +38,9 @@ def test_codes_are_those_of_the_cpu(dtype: str) -> None:
 
 
 @needs_triton
-def test_products_of_codes() -> None:
-    found = interpret("product_tiles")
+@pytest.mark.parametrize("bias", [5, pytest.param(70, marks=pytest.mark.exhaustive)])
+def test_products_of_codes(bias: int) -> None:
+    found = interpret("product_tiles", bias)
     assert found["wrong"] == {}
     assert found["count"] == 8
     assert found["locks"], "no program shared a tile"
