@@ -104,8 +104,9 @@ def test_kernels_of_quantized_inputs(target: str) -> None:
     unit = "v_mfma_i32" if target.startswith("hip") else "IGMMA" if target == "cuda:sm_90" else "IMMA"
     float8 = {"cuda:sm_89": "QMMA", "cuda:sm_90": "QGMMA", "cuda:sm_100": "UTCQMMA"}.get(target, "QMMA")
     for job in jobs:
-        found, _ = compiled(target, job)
+        found, kernel = compiled(target, job)
         check_limits(target, job, found)
+        assert ".ftz" not in kernel.asm.get("ptx", ""), "subnormal numbers would become zero"
         if " product" in job.name:
             assert found.matrix, job.name
             wanted = unit if job.name.startswith("int8") else float8

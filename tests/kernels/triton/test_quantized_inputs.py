@@ -146,8 +146,9 @@ def test_torch_quantizes_where_the_kernel_does_not_run() -> None:
 
 
 @needs_triton
+@pytest.mark.exhaustive
 def test_the_kernels_compile_without_spills() -> None:
-    """The cases of the first use, for a H100."""
+    """The cases of the first use, for a H100. test_kernels_of_quantized_inputs has the kernels, of one size, each time."""
     from benchmarks.gpu import aot_compile
     from pennyweight.kernels.triton import quantize_kernel, scaled_mm_kernel
 
