@@ -148,7 +148,7 @@ def test_torch_quantizes_where_the_kernel_does_not_run() -> None:
 @needs_triton
 @pytest.mark.exhaustive
 def test_the_kernels_compile_without_spills() -> None:
-    """The cases of the first use, for a H100. test_kernels_of_quantized_inputs has the kernels, of one size, each time."""
+    """The cases of the first use, for a H100. test_kernels_of_quantized_inputs compiles the kernels for one size."""
     from benchmarks.gpu import aot_compile
     from pennyweight.kernels.triton import quantize_kernel, scaled_mm_kernel
 
