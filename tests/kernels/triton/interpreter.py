@@ -268,7 +268,8 @@ def broken() -> dict[str, Any]:
     return {"warnings": found, "trusted": trusted, "proven": proven, "why": why}
 
 
-def _activations() -> list[Any]:
+def _activations(which: str) -> list[Any]:
+    """All, or all of one format of each kind and one of each other format."""
     import torch
 
     from pennyweight.core.formats import E4M3, E5M2, INT7, INT8
@@ -283,11 +284,13 @@ def _activations() -> list[Any]:
             if integer:
                 found += [ActivationSpec(QuantSpec(f, block), eps=eps)]
                 found += [ActivationSpec(QuantSpec(f, block, zero_point=True), mode) for mode in ("dynamic", "static")]
-    return found
+    return [
+        a for a in found if which == "all" or a.spec.format in (INT8, E4M3) or a == ActivationSpec(a.spec, "dynamic")
+    ]
 
 
 @check
-def quantized(dtype: str) -> dict[str, Any]:
+def quantized(dtype: str, which: str) -> dict[str, Any]:
     """Codes and parameters of inputs, and their values, against the CPU's: bit for bit, with NaN, infinity, zeros and
     subnormal numbers, in one piece and in steps."""
     import torch
@@ -298,7 +301,7 @@ def quantized(dtype: str) -> dict[str, Any]:
 
     dtype, found = getattr(torch, dtype), {}
     info = torch.finfo(dtype)
-    for act in _activations():
+    for act in _activations(which):
         for m, k, widest in ((8, 70, 16384), (1, 1, 16384), (9, 300, 128)):
             quantize.WIDEST, quantize._STEP = widest, min(widest, 4096)
             quantize._launcher.cache_clear()
@@ -316,7 +319,7 @@ def quantized(dtype: str) -> dict[str, Any]:
             pairs = [(got.codes, want.codes), (got.scale, want.scale), (got.zero_point, want.zero_point)]
             pairs += [(run(x, act, scale, zero) for run in (quantize.fake_quantized, quantize_activation))]
             for name, (a, b) in zip(("codes", "scale", "zero point", "values"), pairs, strict=True):
-                found[f"{act} {m} x {k}: {name}"] = difference(a, b, name)
+                found[f"{act} {act.rule} {act.eps} {m} x {k}: {name}"] = difference(a, b, name)
     return {"wrong": wrong(found), "count": len(found)}
 
 

@@ -29,12 +29,16 @@ needs_triton = pytest.mark.skipif(
 
 @needs_triton
 @pytest.mark.parametrize(
-    "dtype", ["bfloat16", *(pytest.param(d, marks=pytest.mark.exhaustive) for d in ("float16", "float32"))]
+    ("dtype", "which", "count"),
+    [
+        ("bfloat16", "some", 24),
+        *(pytest.param(d, "all", 36, marks=pytest.mark.exhaustive) for d in ("bfloat16", "float16", "float32")),
+    ],
 )
-def test_codes_are_those_of_the_cpu(dtype: str) -> None:
-    found = interpret("quantized", dtype)
+def test_codes_are_those_of_the_cpu(dtype: str, which: str, count: int) -> None:
+    found = interpret("quantized", dtype, which)
     assert found["wrong"] == {}
-    assert found["count"] == 12 * 24
+    assert found["count"] == 12 * count
 
 
 @needs_triton
