@@ -1,5 +1,6 @@
 """For every test: fixed seeds, and memory that was never written is made visible."""
 
+import gc
 import logging
 import os
 import signal
@@ -47,6 +48,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_collection_finish() -> None:
     restore_environment(ENVIRONMENT)  # modules that are imported to find the tests may be programs, which set variables
+    # Modules and tests stay: every full collection would read them, for a second and more. A forked process that did so
+    # would have a copy of them all.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -91,8 +96,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--each-value", action="store_true",
-        help="of the combinations of a parametrized test, run those that have a value which no earlier one has; leave "
-        "out what is marked as exhaustive, and what slow_tests.txt lists",
+        help="of the combinations of a parametrized test, run those that have a value which no earlier one has, of a "
+        "slow test as few as have all values; leave out what is marked as exhaustive, and what slow_tests.txt lists",
     )  # fmt: skip
     parser.addoption("--slow", action="store_true", help="with --each-value: run what slow_tests.txt lists, too")
 
@@ -105,18 +110,44 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(skip)
     if not config.getoption("--each-value"):
         return
-    slow = set() if config.getoption("--slow") else slow_tests()
-    seen: dict[tuple[Path, str], set[Any]] = {}
-    kept, dropped = [], []
+    slow = slow_tests()
+    tests: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        known = seen.setdefault((item.path, getattr(item, "originalname", item.name)), set())
-        given = getattr(item, "callspec", None)
-        values = {(name, _identity(value)) for name, value in given.params.items()} if given else {item.name}
-        quick = "exhaustive" not in item.keywords and item.nodeid.partition("[")[0] not in slow
-        (kept if values - known and quick else dropped).append(item)
-        known |= values
-    config.hook.pytest_deselected(items=dropped)
-    items[:] = kept
+        tests.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    kept: set[pytest.Item] = set()
+    for combinations in tests.values():
+        if combinations[0].nodeid.partition("[")[0] not in slow:
+            kept.update(with_a_new_value(combinations))
+        elif config.getoption("--slow"):
+            kept.update(fewest(combinations, with_a_new_value(combinations)))
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def with_a_new_value(combinations: list[pytest.Item]) -> list[pytest.Item]:
+    known: set[Any] = set()
+    found = []
+    for item in combinations:
+        if values(item) - known and "exhaustive" not in item.keywords:
+            found.append(item)
+        known |= values(item)
+    return found
+
+
+def fewest(combinations: list[pytest.Item], covered: list[pytest.Item]) -> list[pytest.Item]:
+    """Combinations that have all values of those that would be run: of two times three values three, not four."""
+    left: set[Any] = set().union(*map(values, covered))
+    candidates = [item for item in combinations if "exhaustive" not in item.keywords]
+    found = []
+    while left:
+        found.append(max(candidates, key=lambda item: len(values(item) & left)))  # the first of several
+        left -= values(found[-1])
+    return found
+
+
+def values(item: pytest.Item) -> set[Any]:
+    given = getattr(item, "callspec", None)
+    return {(name, _identity(value)) for name, value in given.params.items()} if given else {item.name}
 
 
 def slow_tests() -> set[str]:

@@ -22,21 +22,24 @@ use_venv() {
     [[ -x .venv/bin/python ]] || "${PYTHON:-python3}" -m venv .venv
     # Markers hold the checksum of all files that affect the installation; if unchanged, there is nothing to do. The first
     # set of extras builds the package, others add their dependencies to it.
-    local built=.venv/installed mark=.venv/installed-${extras//,/-} sum
+    local built=.venv/installed extra missing="" sum
     sum=$(cat pyproject.toml adapters/torchao/pyproject.toml constraints.txt setup.py pennyweight/kernels/cpu/src/* | cksum)
-    if [[ ! -f $mark || $(<"$mark") != "$sum" ]]; then
+    for extra in ${extras//,/ }; do
+        [[ -f .venv/installed-$extra && $(<".venv/installed-$extra") == "$sum" ]] || missing+="${missing:+,}$extra"
+    done
+    if [[ -n $missing ]]; then
         if [[ ! -f $built || $(<"$built") != "$sum" ]]; then
             echo "$(date +%T)  1/2  torch, into .venv" >&2
             _install torch  # first and pinned, so that no later package installs another build of it
-            echo "$(date +%T)  2/2  pennyweight[$extras]: dependencies, then 18 units of C++ (several minutes on 2 processors)" >&2
-            _install -e ".[$extras]" -e adapters/torchao
+            echo "$(date +%T)  2/2  pennyweight[$missing]: dependencies, then 18 units of C++ (several minutes on 2 processors)" >&2
+            _install -e ".[$missing]" -e adapters/torchao
             echo "$sum" >"$built"
         else
-            echo "$(date +%T)  dependencies of pennyweight[$extras]" >&2
-            _install "pennyweight[$extras]"
+            echo "$(date +%T)  dependencies of pennyweight[$missing]" >&2
+            _install "pennyweight[$missing]"
         fi
         echo "$(date +%T)  installed" >&2
-        echo "$sum" >"$mark"
+        for extra in ${missing//,/ }; do echo "$sum" >".venv/installed-$extra"; done
     fi
     export PATH="$PWD/.venv/bin:$PATH"
 }

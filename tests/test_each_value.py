@@ -9,10 +9,14 @@ import pytest
 from conftest import pytest_collection_modifyitems, slow_tests
 
 
+class Item(SimpleNamespace):
+    __hash__ = object.__hash__  # by identity, as pytest's
+
+
 def item(name: str, **params: Any) -> Any:
     given = SimpleNamespace(params=params) if params else None
     keywords = {name, "exhaustive"} if name == "test_long" else {name}
-    return SimpleNamespace(
+    return Item(
         path=Path("test_x.py"), originalname=name, name=f"{name}[{params}]", callspec=given, keywords=keywords,
         nodeid=f"test_x.py::{name}[{params}]",
     )  # fmt: skip
@@ -42,6 +46,16 @@ def test_slow_tests_are_left_out_unless_asked_for(monkeypatch: pytest.MonkeyPatc
     items = [item("test_a", x=1), item("test_c", x=1), item("test_c", x=2)]
     assert selected(items, "--each-value") == items[:1]
     assert selected(items, "--each-value", "--slow") == selected(items) == items
+
+
+def test_a_slow_test_runs_as_few_combinations_as_have_each_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conftest.slow_tests", lambda: {"test_x.py::test_a"})
+    items = [item(name, x=x, y=y) for name in ("test_a", "test_b") for x in range(3) for y in range(2)]
+    kept = selected(items, "--each-value", "--slow")
+    assert [(i.originalname, *i.callspec.params.values()) for i in kept] == [
+        ("test_a", 0, 0), ("test_a", 1, 1), ("test_a", 2, 0),
+        ("test_b", 0, 0), ("test_b", 0, 1), ("test_b", 1, 0), ("test_b", 2, 0),
+    ]  # fmt: skip
 
 
 def test_every_slow_test_is_there() -> None:

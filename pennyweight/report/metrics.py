@@ -244,7 +244,7 @@ def bootstrap(
     quantized models) and check whether the interval excludes 0.
     """
     sums = sums.detach().cpu().double().reshape(-1)
-    counts = torch.ones_like(sums) if counts is None else counts.detach().cpu().double().reshape(-1)
+    counts = None if counts is None else counts.detach().cpu().double().reshape(-1)
     n = sums.numel()
     if n == 0 or not 0 < level < 1 or resamples < 1:
         raise ValueError(f"bootstrap needs sequences, resamples and 0 < level < 1, got {n}, {resamples} and {level}")
@@ -252,7 +252,7 @@ def bootstrap(
     means = []
     for start in range(0, resamples, step := max(1, _CHUNK // n)):
         drawn = torch.randint(n, (min(step, resamples - start), n), generator=random)
-        means.append(sums[drawn].sum(1) / counts[drawn].sum(1))
+        means.append(sums[drawn].sum(1) / (n if counts is None else counts[drawn].sum(1)))
     values = torch.cat(means).sort().values
     if bool(values.isnan().any()):
         return math.nan, math.nan

@@ -13,6 +13,7 @@ imports torch, and after the first job what this one imported.
 """
 
 import atexit
+import gc
 import json
 import os
 import sys
@@ -27,6 +28,7 @@ CHANGES = {"os.rename": 1, "os.remove": 0, "os.mkdir": 0, "os.rmdir": 0, "os.tru
 def main(jobs: list[dict[str, Any]]) -> None:
     import_module("pennyweight.startup")
     for number, job in enumerate(jobs):
+        gc.freeze()  # a child that collects garbage at its end would copy all that was imported
         read, write = os.pipe()
         child = os.fork()
         if not child:

@@ -35,7 +35,8 @@ def assert_like(path: Path, model: nn.Module) -> None:
     assert np.abs(logits(path, inputs) - y).max() <= 5e-6 * np.abs(y).max()
 
 
-@pytest.mark.parametrize("style", ["auto", "matmulnbits"])
+# tests/export has each style
+@pytest.mark.parametrize("style", ["auto", pytest.param("matmulnbits", marks=pytest.mark.exhaustive)])
 def test_a_quantized_checkpoint(run: Any, llama: Path, tmp_path: Path, style: str) -> None:
     small, out, report_file = tmp_path / "small", tmp_path / "model.onnx", tmp_path / "report.json"
     assert run("quantize", llama, small, "--config", "int4", "--group-size", "32").exit_code == 0

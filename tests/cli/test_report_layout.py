@@ -93,7 +93,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("layout")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=14, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=64, initializer_range=0.1, tie_word_embeddings=False,
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "float")

@@ -6,6 +6,7 @@ As a program it prints {"model: writer": [signal, outcome]}; see test_torch_writ
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import json
 import os
@@ -226,6 +227,7 @@ def outcome(writer: str, model: nn.Module, expected: torch.Tensor) -> str:
 
 def in_child(run: Callable[[], str]) -> tuple[int, str]:
     """(signal that ended a forked process, 0 if none; what it returned)."""
+    gc.freeze()  # a child that collected garbage would copy all that was imported
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -36,7 +36,8 @@ SOME = [
 IN, HIDDEN = 96, 128
 METHOD = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
 if METHOD == "forkserver":  # torch is imported once, not by each process
-    mp.get_context(METHOD).set_forkserver_preload(["torch.distributed.fsdp", "pennyweight.distributed", __name__])
+    modules = ["torch.distributed.fsdp", "pennyweight.distributed", __name__, "tests.distributed.preloaded"]
+    mp.get_context(METHOD).set_forkserver_preload(modules)
 
 
 class MLP(nn.Module):

@@ -1,6 +1,7 @@
 """Low-precision training on parts of layers: what one device computes, bit for bit or up to what the cut changes."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -167,8 +168,9 @@ def everything(mlp: nn.Module, *given: Any) -> list[Tensor]:
     return [y.detach(), x.grad, *(gathered(p.grad) for p in mlp.parameters())]
 
 
-def variants(mesh: DeviceMesh) -> None:
-    """Sequence parallel, DTensors between the layers, layers converted when they are cut already: the same bits."""
+def variants(mesh: DeviceMesh, first: bool = True) -> None:
+    """Sequence parallel, DTensors between the layers, layers converted when they are cut already: the same bits.
+    first: whether the first recipe has a bias; the others take turns."""
     rank, ranks = mesh.get_local_rank(), mesh.size()
     sequence = {
         "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1)),
@@ -176,28 +178,27 @@ def variants(mesh: DeviceMesh) -> None:
     inside = {
         "up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel(use_local_output=False),
     }  # fmt: skip
-    for name in RECIPES:
-        for bias in (True, False):
-            base = parallelize_module(model(name, bias), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-            want = everything(base)
-            later = parallelize_module(model("", bias), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-            report = pw.quantize_(later, LowPrecisionTrainingConfig(name))
-            assert [r.name for r in report.quantized] == ["up", "down"]
-            assert all(map(torch.equal, everything(later), want)), name
-            by_token = everything(parallelize_module(model(name, bias), mesh, sequence), ranks, rank)
-            for got, one in zip(by_token[:2], want[:2], strict=True):
-                assert torch.equal(got, one.chunk(ranks, 1)[rank]), name
-            assert all(map(torch.equal, by_token[2:], want[2:])), name
-            x, g = tokens(IN, 2).requires_grad_(), tokens(IN, 3) * 1e-3
-            spread = parallelize_module(model(name, bias), mesh, inside)
-            y = spread(x)
-            assert y.placements == (Replicate(),)
-            y.backward(distribute_tensor(g, mesh, [Replicate()]))
-            found = [y.full_tensor().detach(), x.grad, *(p.grad.full_tensor() for p in spread.parameters())]
-            assert all(map(torch.equal, found, want)), name
-            assert type(later.up) is LowPrecisionLinear
-            to_high_precision_(later)
-            assert type(later.up) is nn.Linear
+    for name, bias in zip(RECIPES, itertools.cycle((first, not first)), strict=False):
+        base = parallelize_module(model(name, bias), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        want = everything(base)
+        later = parallelize_module(model("", bias), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        report = pw.quantize_(later, LowPrecisionTrainingConfig(name))
+        assert [r.name for r in report.quantized] == ["up", "down"]
+        assert all(map(torch.equal, everything(later), want)), name
+        by_token = everything(parallelize_module(model(name, bias), mesh, sequence), ranks, rank)
+        for got, one in zip(by_token[:2], want[:2], strict=True):
+            assert torch.equal(got, one.chunk(ranks, 1)[rank]), name
+        assert all(map(torch.equal, by_token[2:], want[2:])), name
+        x, g = tokens(IN, 2).requires_grad_(), tokens(IN, 3) * 1e-3
+        spread = parallelize_module(model(name, bias), mesh, inside)
+        y = spread(x)
+        assert y.placements == (Replicate(),)
+        y.backward(distribute_tensor(g, mesh, [Replicate()]))
+        found = [y.full_tensor().detach(), x.grad, *(p.grad.full_tensor() for p in spread.parameters())]
+        assert all(map(torch.equal, found, want)), name
+        assert type(later.up) is LowPrecisionLinear
+        to_high_precision_(later)
+        assert type(later.up) is nn.Linear
 
 
 def recomputed(mesh: DeviceMesh) -> None:
@@ -392,6 +393,12 @@ def four(mesh: DeviceMesh) -> None:
 
 def test_two_ranks() -> None:
     spawn(two, 2)
+
+
+@pytest.mark.exhaustive
+def test_variants_of_each_recipe_the_other_way() -> None:
+    """With a bias where test_two_ranks has none."""
+    spawn(variants, 2, False)
 
 
 def test_parts_are_rounded_independently() -> None:

@@ -63,6 +63,12 @@ def threads(count: int) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@contextlib.contextmanager
+def both() -> Iterator[None]:
+    with default_dtype(torch.bfloat16), Dispatched():
+        yield
+
+
 STATES: dict[str, Callable[[], Any]] = {
     "none": contextlib.nullcontext,
     "bfloat16": lambda: default_dtype(torch.bfloat16),
@@ -76,6 +82,7 @@ STATES: dict[str, Callable[[], Any]] = {
     "three threads": lambda: threads(3),
     "function mode": Functions,
     "dispatch mode": Dispatched,
+    "bfloat16, dispatch mode": both,
 }
 
 

@@ -251,7 +251,9 @@ def text_inputs() -> dict[str, Tensor]:
     return {"input_ids": torch.randint(0, 96, (BATCH, SEQUENCE)), "attention_mask": mask}
 
 
-@pytest.mark.parametrize(("make", "config"), [(bert, INT8), (llama, UINT4), (gpt2, UINT4)])
+@pytest.mark.parametrize(
+    ("make", "config"), [(bert, INT8), (llama, UINT4), pytest.param(gpt2, UINT4, marks=pytest.mark.exhaustive)]
+)
 def test_text_models(make: Any, config: Any, tmp_path: Path) -> None:
     model, path = make(), tmp_path / "text.onnx"
     pw.quantize_(model, config, filter_fn=everything)

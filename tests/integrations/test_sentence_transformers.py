@@ -77,7 +77,7 @@ def test_pool_of_processes(fused: bool, tmp_path: Path) -> None:
     if fused:
         pw.fuse_(model)
     expected = model.encode(TEXTS, batch_size=1)
-    pool = model.start_multi_process_pool(["cpu", "cpu"])
+    pool = model.start_multi_process_pool(["cpu"])
     try:
         got = model.encode(TEXTS, pool=pool, batch_size=1, chunk_size=1)
     finally:

@@ -205,13 +205,13 @@ def test_ties_of_the_source_stay(tmp_path: Path) -> None:
 
 CHILD = """
 import os, signal, sys
+from pennyweight import Int4WeightOnlyConfig
 from pennyweight.io import quantize_checkpoint
-from tests.io.test_quantize_files import CONFIGS
 src, dst, stop = sys.argv[1:]
 def told(done, total, name):
     if done == int(stop):
         os.kill(os.getpid(), signal.SIGKILL)
-quantize_checkpoint(src, dst, CONFIGS["int4"], max_shard_bytes=6000, progress=told)
+quantize_checkpoint(src, dst, Int4WeightOnlyConfig(group_size=32), max_shard_bytes=6000, progress=told)
 """
 
 

@@ -32,6 +32,12 @@ SCHEMES: dict[str, tuple[str, ActivationSpec | None]] = {
     "mxfp8_dynamic": ("mxfp8", ActivationSpec(SPECS["mxfp8"])),
 }
 BATCHES = [2, 7, 16]
+# A scheme for each way that graphs take; test_one_graph_for_all_batch_sizes has the others each time
+QUICK = {
+    "int8_row", "int4_bits", "torch_int4", "nf4_double", "mxfp8", "nvfp4", "float8_row", "int8_dynamic",
+    "int8_dynamic_asymmetric", "int8_static", "int8_groups", "uint8_dynamic_int4", "float8_dynamic", "mxfp8_dynamic",
+}  # fmt: skip
+SOME = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in SCHEMES]
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +91,7 @@ def test_one_graph_for_all_batch_sizes(scheme: str) -> None:
         assert graphs() == 2
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", SOME)
 def test_gradients_to_the_input(scheme: str) -> None:
     model = Net(scheme)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -116,7 +122,7 @@ def test_inductor(scheme: str, dtype: torch.dtype) -> None:
             torch.testing.assert_close(compiled(x), model(x), rtol=2e-2, atol=0.1 if dtype is torch.bfloat16 else 1e-2)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", SOME)
 def test_export(scheme: str) -> None:
     model = Net(scheme).eval()
     batch = torch.export.Dim("batch", min=2, max=64)
@@ -237,7 +243,11 @@ def float_twin(model: nn.Module) -> nn.Module:
     return twin
 
 
-@pytest.mark.parametrize("name", MODELS)
+# The ways of "products int8" and "embedding" with other formats, which test_one_graph_for_all_batch_sizes has
+ALIKE = ("products int4", "products nvfp4", "embedding nf4")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.exhaustive) if n in ALIKE else n for n in MODELS])
 def test_other_uses_compile(name: str) -> None:
     build, make = MODELS[name]
     model = build().eval()

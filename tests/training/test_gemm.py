@@ -295,7 +295,10 @@ def fresh_dynamo() -> Iterator[None]:
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [("mxfp4", "inductor"), *((n, "aot_eager") for n in ("tensorwise", "int8", "nvfp4", "bitnet"))],
+    [
+        ("mxfp4", "inductor"), *((n, "aot_eager") for n in ("int8", "nvfp4")),
+        *(pytest.param(n, "aot_eager", marks=pytest.mark.exhaustive) for n in ("tensorwise", "bitnet")),
+    ],
 )  # fmt: skip
 def test_compiled_in_one_graph_to_the_same_bits(name: str, backend: str) -> None:
     x, w, b, g = problem()

@@ -141,8 +141,13 @@ def test_gradient_checkpointing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "learn"), [(W4, "all"), (A8, "none"), (STATIC, "all"), (pw.NVFP4WeightOnlyConfig(), "none")], ids=str
-)
+    ("config", "learn"),
+    [
+        (W4, "all"), (A8, "none"), pytest.param(STATIC, "all", marks=pytest.mark.exhaustive),
+        pytest.param(pw.NVFP4WeightOnlyConfig(), "none", marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_a_compiled_model_has_the_same_values_and_gradients(config: pw.AOBaseConfig, learn: str) -> None:
     """Compiled, products are those of float kernels on the same numbers: equal up to the order of sums."""
     model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)), torch.randn(3, 64)

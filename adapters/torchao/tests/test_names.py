@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -146,8 +147,17 @@ def test_both_names_give_the_same_objects() -> None:
 
 
 SCRIPT = """
-import sys, types
-{before}
+import os, sys, types, warnings
+import pennyweight
+assert not any(name.startswith("torchao") for name in sys.modules)
+for before in sys.argv[1:]:  # forked: none sees what another has installed
+    child = os.fork()
+    if child == 0:
+        break
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    sys.exit()
+exec(before)
 import pennyweight_torchao
 try:
     pennyweight_torchao.install()
@@ -159,19 +169,19 @@ else:
 """
 
 
-@pytest.mark.parametrize(
-    ("before", "says"),
-    [
-        ("", "served torchao False False"),
-        ("sys.modules['torchao'] = types.ModuleType('torchao')", "RuntimeError torchao is already imported"),
-        ("import pennyweight_torchao; pennyweight_torchao.install()", "served torchao False False"),
-        ("sys.modules['peft'] = types.ModuleType('peft')", "UserWarning peft is already imported"),
-    ],
-)
-def test_install(before: str, says: str) -> None:
-    code = SCRIPT.format(before=before)
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.startswith(says), done.stdout + done.stderr
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_install() -> None:
+    says = {
+        "": "served torchao False False",
+        "sys.modules['torchao'] = types.ModuleType('torchao')": "RuntimeError torchao is already imported",
+        "import pennyweight_torchao; pennyweight_torchao.install()": "served torchao False False",
+        "sys.modules['peft'] = types.ModuleType('peft')": "UserWarning peft is already imported",
+    }
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, *says]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(says), done.stdout + done.stderr
+    assert all(line.startswith(start) for line, start in zip(lines, says.values(), strict=True)), done.stdout
 
 
 @pytest.mark.filterwarnings("ignore:.*already imported")

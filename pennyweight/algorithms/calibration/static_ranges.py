@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple
@@ -150,7 +150,7 @@ def _settled(b: Bins, row: PlanRow, method: str, percentile: float) -> _Settled:
     ends = METHODS[way](b, act, percentile)
     p = range_qparams(ends, act)
     assert p.scale is not None
-    error = _squared_error(b, act, ends) if act.has_fixed_range else 0.0
+    error = _squared_errors(b, act, [ends])[0] if act.has_fixed_range else 0.0
     return _Settled(float(p.scale), 0 if p.zero_point is None else int(p.zero_point), error)
 
 
@@ -216,24 +216,33 @@ def _percentile(b: Bins, act: ActivationSpec, percentile: float) -> tuple[float,
     return max(b.least, float(b.middles[low]) - b.width / 2), min(b.greatest, float(b.middles[high]) + b.width / 2)
 
 
-def _squared_error(b: Bins, act: ActivationSpec, ends: tuple[float, float]) -> float:
-    """Sum of (Q(x) - x)^2 over the observed values, each at the middle of its bin."""
+_AT_ONCE = 1 << 16  # numbers: what fits in a core's cache
+
+
+def _squared_errors(b: Bins, act: ActivationSpec, ranges: Sequence[tuple[float, float]]) -> list[float]:
+    """For each range, the sum of (Q(x) - x)^2 over the observed values, each at the middle of its bin."""
     where = b.counts > 0
     middles, counts = b.middles[where].float(), b.counts[where]
-    parts = quantize(middles, act.spec, params=range_qparams(ends, act))
-    return float((counts * (dequantize(parts, act.spec, middles.shape) - middles).double().square()).sum())
+    spec = act.spec if act.spec.block is not None else act.spec.with_(block=(-1,))  # each range is a row
+    rows, found = max(1, _AT_ONCE // len(middles)), []
+    for some in (ranges[i : i + rows] for i in range(0, len(ranges), rows)):
+        x = blocks.pad(torch.tensor(some, dtype=torch.float32, device="cpu"), spec.block)
+        each = middles.expand(len(some), -1)
+        parts = quantize(each, spec, params=choose(x, spec, act.rule, act.eps))
+        squares = (dequantize(parts, spec, each.shape) - each).double().square()
+        # row by row: the order of a sum must not depend on how many ranges there are
+        found += [float((counts * row).sum()) for row in squares]
+    return found
 
 
 def _mse(b: Bins, act: ActivationSpec, percentile: float) -> tuple[float, float]:
     """Tries fractions of the range: of both ends together, then of each end alone."""
     best = (b.least, b.greatest)
-    least = _squared_error(b, act, best)
+    least = _squared_errors(b, act, [best])[0]
     shares = [2.0 ** (-i / 16) for i in range(1, 129)]  # down to 1/256 of the range
-    for low, high in ((True, True), (True, False), (False, True)):
-        start = best
-        for share in shares if act.spec.zero_point or (low and high) else ():
-            ends = (start[0] * share if low else start[0], start[1] * share if high else start[1])
-            found = _squared_error(b, act, ends)
+    for low, high in ((True, True), (True, False), (False, True)) if act.spec.zero_point else ((True, True),):
+        tried = [(best[0] * share if low else best[0], best[1] * share if high else best[1]) for share in shares]
+        for ends, found in zip(tried, _squared_errors(b, act, tried), strict=True):
             if found < least:
                 best, least = ends, found
     return best

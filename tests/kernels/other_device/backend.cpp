@@ -1,7 +1,9 @@
 // A backend for torch's PrivateUse1 device type: tensors in host memory, and each operator by way of the CPU's.
 // For tests of a device type that the library has no kernels for.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>

@@ -73,10 +73,11 @@ SHIPPED = [
 ]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("target", "name"), SHIPPED)
-def test_shipped_tiles(target: str, name: str) -> None:
-    jobs = aot_compile.kernels(target, (name,))
-    assert len(jobs) > 3
+def test_shipped_tiles(target: str, name: str, dtype: str) -> None:
+    jobs = [job for job in aot_compile.kernels(target, (name,)) if f" {dtype} " in job.name]
+    assert len(jobs) > (3 if dtype == "bfloat16" else 0)
     for job in jobs:
         found, _ = compiled(target, job)
         if job.tile is None:
@@ -104,8 +105,9 @@ def test_kernels_of_quantized_inputs(target: str) -> None:
     unit = "v_mfma_i32" if target.startswith("hip") else "IGMMA" if target == "cuda:sm_90" else "IMMA"
     float8 = {"cuda:sm_89": "QMMA", "cuda:sm_90": "QGMMA", "cuda:sm_100": "UTCQMMA"}.get(target, "QMMA")
     for job in jobs:
-        found, _ = compiled(target, job)
+        found, kernel = compiled(target, job)
         check_limits(target, job, found)
+        assert ".ftz" not in kernel.asm.get("ptx", ""), "subnormal numbers would become zero"
         if " product" in job.name:
             assert found.matrix, job.name
             wanted = unit if job.name.startswith("int8") else float8

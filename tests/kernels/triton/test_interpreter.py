@@ -7,8 +7,9 @@ from .interpreter import interpret
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 
-def test_the_cases_of_the_first_use() -> None:
-    found = interpret("first_use")
+@pytest.mark.parametrize("which", ["different", pytest.param("all", marks=pytest.mark.exhaustive)])
+def test_the_cases_of_the_first_use(which: str) -> None:
+    found = interpret("first_use", which)
     assert found["wrong"] == {}
     assert found["count"] >= 12
     assert set(found["locks"]) == {0}
@@ -28,8 +29,9 @@ def test_each_code(dtype: str) -> None:
     assert found["count"] > 30
 
 
-def test_programs_that_share_a_tile() -> None:
-    found = interpret("splits")
+@pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.exhaustive)])
+def test_programs_that_share_a_tile(which: str) -> None:
+    found = interpret("splits", which)
     assert found["wrong"] == {}
     assert found["sizes"] == [2, 4, 8]
     assert len(found["locks"]) > 0

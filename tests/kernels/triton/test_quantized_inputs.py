@@ -29,19 +29,24 @@ needs_triton = pytest.mark.skipif(
 
 @needs_triton
 @pytest.mark.parametrize(
-    "dtype", ["bfloat16", *(pytest.param(d, marks=pytest.mark.exhaustive) for d in ("float16", "float32"))]
+    ("dtype", "which", "count"),
+    [
+        ("bfloat16", "some", 24),
+        *(pytest.param(d, "all", 36, marks=pytest.mark.exhaustive) for d in ("bfloat16", "float16", "float32")),
+    ],
 )
-def test_codes_are_those_of_the_cpu(dtype: str) -> None:
-    found = interpret("quantized", dtype)
+def test_codes_are_those_of_the_cpu(dtype: str, which: str, count: int) -> None:
+    found = interpret("quantized", dtype, which)
     assert found["wrong"] == {}
-    assert found["count"] == 12 * 24
+    assert found["count"] == 12 * count
 
 
 @needs_triton
-def test_products_of_codes() -> None:
-    found = interpret("product_tiles")
+@pytest.mark.parametrize("bias", [5, pytest.param(70, marks=pytest.mark.exhaustive)])
+def test_products_of_codes(bias: int) -> None:
+    found = interpret("product_tiles", bias)
     assert found["wrong"] == {}
-    assert found["count"] == 16
+    assert found["count"] == 8
     assert found["locks"], "no program shared a tile"
     assert set(found["locks"]) == {0}
 
@@ -145,8 +150,9 @@ def test_torch_quantizes_where_the_kernel_does_not_run() -> None:
 
 
 @needs_triton
+@pytest.mark.exhaustive
 def test_the_kernels_compile_without_spills() -> None:
-    """The cases of the first use, for a H100."""
+    """The cases of the first use, for a H100. test_kernels_of_quantized_inputs compiles the kernels for one size."""
     from benchmarks.gpu import aot_compile
     from pennyweight.kernels.triton import quantize_kernel, scaled_mm_kernel
 
