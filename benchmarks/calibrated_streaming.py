@@ -107,9 +107,13 @@ def write_model(folder: Path, hidden: int, depth: int) -> int:
     return sum(p.numel() for p in model.model.layers.parameters() if p.ndim > 1)
 
 
-def run_limited(command: list[str], limit: int | None) -> subprocess.CompletedProcess[str]:
+def run_limited(command: list[str], limit: int | None, source: Path) -> subprocess.CompletedProcess[str]:
     if limit is None:
         return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    for file in source.iterdir():  # pages that are there already would be charged to this process
+        with file.open("rb") as f:
+            os.fsync(f.fileno())
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with control_group(limit) as group:
         enter = ["sh", "-c", f'echo $$ > "{group}/cgroup.procs" && exec "$@"', "sh", *command]
         return subprocess.run(enter, capture_output=True, text=True, check=False, cwd=ROOT)
@@ -148,7 +152,7 @@ def main() -> None:
                 dst = Path(scratch) / way.replace(" ", "-")
                 command = [sys.executable, "-c", CHILD, str(src), str(dst), way, o.algorithm, o.max_memory]
                 command += [str(LENGTH), str(o.sequences), str(VOCABULARY)]
-                run = run_limited(command, nbytes_of(o.limit) if o.limit and way == "in files" else None)
+                run = run_limited(command, nbytes_of(o.limit) if o.limit and way == "in files" else None, src)
                 if run.returncode == -9:
                     table.add_row(str(depth), f"{size / 1e6:.0f}", way, "killed", "", "", "")
                     continue
