@@ -91,8 +91,8 @@ class QuantizedCache(Cache):
 
 
 class QuantizedLayer(DynamicLayer):
-    """One layer's cache: ``past_keys`` and ``past_values`` quantized, or None; ``keys`` and ``values`` the float tokens,
-    the first ``sinks`` tokens and then the newest.
+    """One layer's cache: ``past_keys`` and ``past_values`` quantized, or None; ``keys`` and ``values`` the float
+    tokens, the first ``sinks`` tokens and then the newest.
 
     bits is that of keys, and of values without ``value_bits``; the others are as in :class:`QuantizedCache`. hadamard:
     size of the blocks of channels that are rotated, of keys and of values; 0: not rotated.

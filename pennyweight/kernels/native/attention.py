@@ -84,9 +84,7 @@ def attention(
     return out
 
 
-def reason(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, past: Past | None = None
-) -> bool | str:
+def reason(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, past: Past | None = None) -> bool | str:
     """True if :func:`attention` takes these tensors, or why not."""
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype:
         return f"expected q [B, H, S, D] and k, v [B, shared, L, D], got {_shapes(q, k, v)}"

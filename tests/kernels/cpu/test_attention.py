@@ -314,15 +314,15 @@ def test_the_past_of_a_cache() -> None:
     """After tokens were added, sequences selected and tokens removed; codes are views of larger memory."""
     from pennyweight.inference.kv_cache import QuantizedLayer
 
-    for bits, rotate, sinks in ((8, False, 0), (4, False, 0), (4, True, 0), (4, None, 5)):
-        layer = QuantizedLayer(bits, 32, 40, rotate=rotate, sinks=sinks)
+    for bits, turned, sinks in ((8, False, 0), (4, False, 0), (4, True, 0), (4, None, 5)):
+        layer = QuantizedLayer(bits, 32, 40, rotate=turned, sinks=sinks)
         for n in (100, 1, 30, 70):
             layer.update(torch.randn(3, 2, n, 64), torch.randn(3, 2, n, 64))
         layer.batch_select_indices(torch.tensor([2, 0]))
         layer.crop(-3)
         past = layer.past
         assert past is not None
-        assert past.hadamard == ((0, 0) if rotate is False else (64, 64))
+        assert past.hadamard == ((0, 0) if turned is False else (64, 64))
         q = torch.randn(2, 8, 1, 64)
         y = native_attention.attention(q, layer.keys, layer.values, past=past)
         k = torch.cat([exact_values(past.keys, past.hadamard[0]), layer.keys.double()], 2)

@@ -190,9 +190,7 @@ def test_a_sequence_depends_on_nothing_else(isa: str, dtype: torch.dtype) -> Non
 WIDE = Heads(4, 2, 64)
 
 
-def coded(
-    batch: int, h: Heads, tokens: int, bits: int, group: int, dtype: torch.dtype, rotated: bool = False
-) -> Past:
+def coded(batch: int, h: Heads, tokens: int, bits: int, group: int, dtype: torch.dtype, rotated: bool = False) -> Past:
     """Keys and values as inference/kv_cache.py quantizes them."""
     made = []
     for block in ((group, 1), (group,)):
