@@ -51,11 +51,22 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def log_probabilities(model: Any, ids: Tensor, cache: Any) -> Tensor:
+def read_prompt(model: Any, ids: Tensor) -> Any:
+    """A float cache. Keys and values of a first call are the same whatever the cache does with them later."""
+    from transformers.cache_utils import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(ids[:, :PROMPT], past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+def log_probabilities(model: Any, ids: Tensor, cache: Any, prompt: Any) -> Tensor:
     """float32 [tokens after the prompt, vocabulary]."""
     found = []
     with torch.inference_mode():
-        model(ids[:, :PROMPT], past_key_values=cache, logits_to_keep=1)
+        for i, layer in enumerate(prompt.layers):
+            cache.update(layer.keys.clone(), layer.values.clone(), i)
         for i in range(PROMPT, LENGTH, STEP):
             found.append(model(ids[:, i : i + STEP], past_key_values=cache).logits[0].float())
     return torch.cat(found).log_softmax(-1)
@@ -73,10 +84,11 @@ def measure(model: Any, windows: Tensor, ways: list[str], residual: int) -> dict
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     bits = {}
     for window in windows.split(1):
-        exact = log_probabilities(model, window, DynamicCache(config=model.config))
+        prompt = read_prompt(model, window)
+        exact = log_probabilities(model, window, DynamicCache(config=model.config), prompt)
         for way in ways:
             cache = QuantizedCache(model.config, residual=residual, **WAYS[way])
-            got = log_probabilities(model, window, cache)
+            got = log_probabilities(model, window, cache, prompt)
             kl = (exact.exp() * (exact - got)).sum(-1).mean().item()
             found[way].append((kl, (exact.argmax(-1) == got.argmax(-1)).double().mean().item()))
             bits[way] = bits_per_number(cache.group, cache.key_bits, cache.value_bits)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .tracing import plain_tensors
+
 
 def sylvester(n: int, device: Any = "cpu") -> Tensor:
     """int64 [n, n] of +1 and -1 for a power of two n, symmetric, H H = n I: H[i, j] = -1 where i and j have an odd
@@ -26,10 +28,15 @@ def rotate_blocks(x: Tensor, n: int) -> Tensor:
     n is a power of two that divides D. Its own inverse, up to rounding.
     """
     wide = x if x.dtype == torch.float64 else x.float()
-    return (wide.unflatten(-1, (-1, n)) @ _normed(n, wide.dtype).to(wide.device)).flatten(-2).to(x.dtype)
+    matrix = (_normed if torch.compiler.is_compiling() else _cached)(n, wide.dtype).to(wide.device)
+    return (wide.unflatten(-1, (-1, n)) @ matrix).flatten(-2).to(x.dtype)
+
+
+def _normed(n: int, dtype: torch.dtype) -> Tensor:
+    return (sylvester(n).double() / n**0.5).to(dtype)
 
 
 @lru_cache(maxsize=16)
-def _normed(n: int, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False):  # the tensor is also used in calls that train
-        return (sylvester(n).double() / n**0.5).to(dtype)
+def _cached(n: int, dtype: torch.dtype) -> Tensor:
+    with plain_tensors():
+        return _normed(n, dtype)

@@ -1,6 +1,6 @@
-// Rotation of rows by Hadamard matrices: each block of n channels, a power of two, times H(n) / sqrt(n), with Sylvester's
-// H(2n) = [H(n) H(n); H(n) -H(n)]. The matrix is symmetric, so the rotation is its own inverse. Every instruction set
-// gives the same bits.
+// Rotation of rows by Hadamard matrices: each block of n channels, a power of two, times H(n) / sqrt(n), with
+// Sylvester's H(2n) = [H(n) H(n); H(n) -H(n)]. The matrix is symmetric, so the rotation is its own inverse. Every
+// instruction set gives the same bits.
 #pragma once
 
 #include "simd.h"
