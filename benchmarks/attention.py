@@ -3,9 +3,9 @@
     python benchmarks/attention.py [--threads 2] [--rounds 40] [--prompt 512]
 
 One token after 4,096 others, and a prompt, for 32 query heads; keys and values float32, bfloat16, or quantized to 8 and
-4 bits as inference/kv_cache.py holds them (the newest 128 or more stay bfloat16). Each call of a token reads another
-cache, and all of them together do not fit a processor's cache. torch's way over a quantized cache is what transformers
-does: dequantize all of it, then attend.
+4 bits as inference/kv_cache.py holds them (the newest 128 or more stay bfloat16), those of 4 bits also rotated. Each
+call of a token reads another cache, and all of them together do not fit a processor's cache. torch's way over a
+quantized cache is what transformers does: dequantize all of it, then attend.
 
 "ns/key" is time per key and value of a shared head; "of read" the bytes of the cache per second, of the measured rate
 at which memory is read. All ways and the limit take turns; a figure is the lower quartile over the rounds, since other
@@ -31,11 +31,11 @@ from benchmarks.limits import Limits
 from pennyweight.inference.kv_cache import QuantizedLayer
 from pennyweight.kernels.native import attention as native_attention
 
-CACHES = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
+CACHES = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4, "rotated": 4}
 SHAPES = ((1, 8, 64), (8, 8, 64), (1, 8, 128), (1, 32, 64))  # batch, heads of keys, channels
 HEADS, LENGTH = 32, 4096
 BYTES = 160_000_000  # of the caches of one case together
-BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 2e-2, "int4": 2e-2}
+BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 2e-2, "int4": 2e-2, "rotated": 2e-2}
 
 
 @dataclass
@@ -75,16 +75,12 @@ def cases(kind: str, batch: int, shared: int, size: int, tokens: int, length: in
             native.calls.append(lambda k=k, v=v: native_attention.attention(q, k, v, causal=causal))
             peer.calls.append(lambda k=k, v=v: attend(k, v))
             continue
-        layer = QuantizedLayer(CACHES[kind])
+        layer = QuantizedLayer(CACHES[kind], rotate=kind == "rotated")
         layer.update(k, v)
-        past, k, v = (layer.past_keys, layer.past_values), layer.keys, layer.values
+        past, k, v = layer.past, layer.keys, layer.values
         nbytes = sum(t.nbytes for t in layer.stored if t is not None)
         native.calls.append(lambda k=k, v=v, past=past: native_attention.attention(q, k, v, causal=causal, past=past))
-        peer.calls.append(
-            lambda k=k, v=v, past=past: attend(
-                *(torch.cat((t.dequantize(), new), 2) for t, new in zip(past, (k, v), strict=True))
-            )
-        )
+        peer.calls.append(lambda layer=layer: attend(*layer.floats()))
     native.nbytes = peer.nbytes = nbytes
     return native, peer
 

@@ -14,6 +14,7 @@ from .options import (
     ComputeDtype,
     Fuse,
     Int8Cache,
+    KvBits,
     LanguageModel,
     MaxNewTokens,
     Seed,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 EPILOG = """Examples:
   pennyweight chat OUT_DIR
   pennyweight chat model.gguf --system "Answer in one sentence."
-  pennyweight chat org/model --int8-cache --temperature 0.7 --seed 1"""
+  pennyweight chat org/model --kv-bits 8,4 --temperature 0.7 --seed 1"""
 
 HELP = "/new starts a new conversation, /exit or Ctrl-D ends; Ctrl-C stops an answer"
 
@@ -43,6 +44,7 @@ def chat(
     temperature: Temperature = None,
     top_p: TopP = None,
     seed: Seed = None,
+    kv_bits: KvBits = "",
     int8_cache: Int8Cache = False,
     dtype: ComputeDtype = "",
     fuse: Fuse = True,
@@ -54,8 +56,8 @@ def chat(
     If stdin is no terminal, each of its lines is a message. A trial of a model, not a server: see docs/serving.md.
     """
     conversation = open_conversation(
-        model, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, int8_cache=int8_cache,
-        dtype=dtype, fuse=fuse, system=system, chat=True,
+        model, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, kv_bits=kv_bits,
+        int8_cache=int8_cache, dtype=dtype, fuse=fuse, system=system, chat=True,
     )  # fmt: skip
     talk(conversation, sys.stdin.isatty())
 

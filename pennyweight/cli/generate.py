@@ -13,6 +13,7 @@ from .options import (
     Fuse,
     Int8Cache,
     Json,
+    KvBits,
     LanguageModel,
     MaxNewTokens,
     Prompt,
@@ -41,6 +42,7 @@ def generate(
     temperature: Temperature = None,
     top_p: TopP = None,
     seed: Seed = None,
+    kv_bits: KvBits = "",
     int8_cache: Int8Cache = False,
     dtype: ComputeDtype = "",
     fuse: Fuse = True,
@@ -58,8 +60,8 @@ def generate(
     if prompt == "-" and sys.stdin.isatty():
         raise ValueError('--prompt is required: --prompt "your text", or a text on stdin')
     conversation = open_conversation(
-        model, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, int8_cache=int8_cache,
-        dtype=dtype, fuse=fuse, system=system,
+        model, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, kv_bits=kv_bits,
+        int8_cache=int8_cache, dtype=dtype, fuse=fuse, system=system,
     )  # fmt: skip
     text = sys.stdin.read() if prompt == "-" else prompt
     run = conversation.ask if has_template(conversation.tokenizer) and not raw else conversation.continue_text

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def open_conversation(
     source: str, *, max_new_tokens: int, temperature: float | None, top_p: float | None, seed: int | None,
-    int8_cache: bool, dtype: str, fuse: bool, system: str = "", chat: bool = False,
+    kv_bits: str, int8_cache: bool, dtype: str, fuse: bool, system: str = "", chat: bool = False,
 ) -> Conversation:  # fmt: skip
     """A conversation with the model of ``source``; says on stderr which model it is. chat: a template is required.
 
@@ -39,6 +39,7 @@ def open_conversation(
     from ..io.detect_format import model_folder
     from ..io.meta_model import model_class
 
+    bits = cache_bits(kv_bits, int8_cache)
     if dtype and dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     transformers.utils.logging.set_verbosity_error()  # its advice is for programs
@@ -64,12 +65,29 @@ def open_conversation(
     typer.echo(_description(model) + (_fused(model) if fuse else ""), err=True)
     if seed is not None:
         torch.manual_seed(seed)
-    cache = (lambda: QuantizedCache(model.config, bits=8)) if int8_cache else None
+    cache = (lambda: QuantizedCache(model.config, key_bits=bits[0], value_bits=bits[1])) if bits else None
     return Conversation(model, tokenizer, system=system, make_cache=cache, **settings)
 
 
 def has_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
+
+
+def cache_bits(text: str, int8_cache: bool) -> tuple[int, int] | None:
+    """Bits of keys and of values for ``--kv-bits`` and ``--int8-cache``; None: float. Raises ValueError."""
+    from ..inference.kv_cache import BITS
+
+    if int8_cache and text not in ("", "8"):
+        raise ValueError(f"--int8-cache is --kv-bits 8; pass one of them, not also --kv-bits {text}")
+    if not (text := "8" if int8_cache else text):
+        return None
+    found = [int(n) if n.isdecimal() else -1 for n in text.replace(" ", "").split(",")]
+    if len(found) > 2 or any(n not in BITS for n in found):
+        raise ValueError(
+            f"--kv-bits must be a number from {BITS[0]} to {BITS[-1]}, or two, of keys and of values, such as 8,4; "
+            f"got {text!r}"
+        )
+    return found[0], found[-1]
 
 
 def sampling(max_new_tokens: int, temperature: float | None, top_p: float | None) -> dict[str, Any]:

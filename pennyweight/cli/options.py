@@ -260,9 +260,17 @@ TopP = Annotated[
     option(GENERATION, "Choose among the most likely tokens whose probabilities add up to this.", metavar="P"),
 ]
 Seed = Annotated[int | None, option(GENERATION, "Of the random choices: equal seeds give equal answers.", metavar="N")]
-Int8Cache = Annotated[
-    bool, option(GENERATION, "Store keys and values in 8 bits, except the newest 128 tokens.", "--int8-cache")
+KvBits = Annotated[
+    str,
+    option(
+        GENERATION,
+        "Bits of the keys and values of the KV cache, except the newest 128 tokens: 8, or 4, or 8,4 for keys in 8 and "
+        "values in 4. Default: float.",
+        "--kv-bits",
+        metavar="BITS",
+    ),
 ]
+Int8Cache = Annotated[bool, option(GENERATION, "The same as --kv-bits 8.", "--int8-cache")]
 ComputeDtype = Annotated[
     str,
     option(

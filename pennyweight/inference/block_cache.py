@@ -3,7 +3,8 @@
 Any cache works: its ``update`` runs between the two parts of a block. For three kinds of layers the block itself writes
 the keys and values, in one call: DynamicLayer, whose tensors become views of a buffer with spare capacity, so that a
 token does not copy the past; StaticLayer; and QuantizedLayer, whose newest tokens are as in a DynamicLayer, and whose
-codes attention reads as they are.
+codes attention reads as they are. Its first tokens may be float, too: attention reads the codes before them, since the
+order of keys changes no result.
 """
 
 from __future__ import annotations
@@ -15,24 +16,33 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ..kernels.block import Past
 from ..kernels.native.attention import past_reason
 
 SPARE = 64  # tokens added to a buffer at least, when it grows
-# Classes of layers with past_keys, past_values and quantize_old(); inference/kv_cache.py adds its own
+# Classes of layers with past, past_keys, sinks and quantize_old(); inference/kv_cache.py adds its own
 QUANTIZED: set[type] = set()
 
 
 class Room(NamedTuple):
     """Where new keys and values [batch, heads, tokens, channels] of ``dtype`` go in a layer: after the first ``past``
     tokens. Attention then reads ``length`` tokens, and before them ``coded``, quantized keys and values, of
-    ``codes`` tokens."""
+    ``codes`` tokens. The first ``sinks`` of the ``length`` tokens were before the ``codes`` in the text."""
 
     past: int
     length: int
     shape: tuple[int, int, int, int]
     dtype: torch.dtype
-    coded: tuple[Any, Any] | None = None
+    coded: Past | None = None
     codes: int = 0
+    sinks: int = 0
+
+    def reordered(self, mask: Tensor) -> Tensor:
+        """A mask [.., keys] whose columns are in the order of the text, in the order of attention."""
+        if not self.sinks:
+            return mask
+        first, codes, rest = mask.split([self.sinks, self.codes, mask.shape[-1] - self.sinks - self.codes], -1)
+        return torch.cat((codes, first, rest), -1)
 
 
 class _Grown:
@@ -74,7 +84,7 @@ def room(layer: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Ro
         past = keys.shape[2]
         if (batch, heads, past, channels) == keys.shape and keys.dtype is dtype and not _needs_gradient(keys, values):
             return Room(past, past + tokens, shape, dtype)
-    coded = None
+    coded, sinks = None, 0
     if type(layer) is library.DynamicLayer or quantizes(layer):
         filled = past = 0 if not layer.is_initialized or keys.numel() == 0 else keys.shape[-2]
         length = past + tokens
@@ -82,7 +92,7 @@ def room(layer: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Ro
             if layer.dtype is not dtype or layer.device.type != "cpu":
                 return None
             if layer.past_keys is not None:
-                coded = layer.past_keys, layer.past_values
+                coded, sinks = layer.past, layer.sinks
                 if past_reason(coded, torch.empty((batch, heads, 0, channels), dtype=dtype, device="cpu")) is not True:
                     return None
     elif type(layer) is library.StaticLayer:
@@ -103,7 +113,7 @@ def room(layer: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Ro
             return None
         if _needs_gradient(keys, values):
             return None  # a trained prefix
-    return Room(past, length, shape, dtype, coded, 0 if coded is None else coded[0].shape[2])
+    return Room(past, length, shape, dtype, coded, 0 if coded is None else coded.keys.shape[2], sinks)
 
 
 def _needs_gradient(keys: Tensor, values: Tensor) -> bool:

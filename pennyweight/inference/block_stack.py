@@ -147,7 +147,7 @@ class BlockStack:
                     return None
                 layers.add(id(layer))
             rooms.append((layer, room))
-            place = None if room is None else (room.past, room.length, room.codes)
+            place = None if room is None else (room.past, room.length, room.codes, room.sinks)
             key = group, description.causal, description.cached, heads.query, shape, place
             known = alike.get(key)
             if known is None:

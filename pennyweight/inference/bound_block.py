@@ -162,6 +162,8 @@ class Bound:
         call.past, call.length, call.coded = room.past, room.length, room.coded
         if room.coded is None:
             self._limit(call, tokens)
+        elif mask is not None:
+            call.mask = room.reordered(mask)
         return call
 
     def no_cache(self, batch: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.hadamard import rotate_blocks
 from ..support.errors import ArgumentError
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "silu"]
@@ -163,6 +164,28 @@ class Steps:
     partial: bool = False
 
 
+class Past(NamedTuple):
+    """Quantized keys and values [batch, shared heads, P, size] of P tokens, as inference/kv_cache.py holds them.
+
+    hadamard: size of the blocks of channels that were rotated before they were quantized (core/hadamard.py), of keys
+    and of values; 0: not rotated.
+    """
+
+    keys: Any
+    values: Any
+    hadamard: tuple[int, int] = (0, 0)
+
+    def floats(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The keys and values, rotated back."""
+        return _floats(self.keys, self.hadamard[0], dtype), _floats(self.values, self.hadamard[1], dtype)
+
+
+def _floats(t: Any, hadamard: int, dtype: torch.dtype) -> Tensor:
+    if not hadamard:
+        return t.dequantize(dtype)
+    return rotate_blocks(t.dequantize(torch.promote_types(dtype, torch.float32)), hadamard).to(dtype)
+
+
 @dataclass(eq=False)
 class Call:
     """Arguments of one call besides the input [batch, tokens, width].
@@ -171,8 +194,8 @@ class Call:
     mask          bool (True: allowed) or float (added), [batch or 1, heads or 1, tokens, length], any strides
     keys, values  [batch, shared heads, capacity, size], any strides with contiguous channels, of float32, bfloat16 or
                   float16. RotaryStep writes at ``past``; AttentionStep reads the first ``length``
-    coded         quantized keys and values [batch, shared heads, P, size] of the P tokens before those, as
-                  inference/kv_cache.py holds them; ``past`` and ``length`` do not count them, the mask does
+    coded         quantized keys and values of the P tokens before those; ``past`` and ``length`` do not count them, the
+                  mask does
     kept          buffers whose contents outlive the call: index -> tensor [rows, width] float32 that is used for it.
                   With it a block can be run in two parts
     """
@@ -186,7 +209,7 @@ class Call:
     values: Tensor | None = None
     past: int = 0
     length: int = 0
-    coded: tuple[Any, Any] | None = None
+    coded: Past | None = None
     kept: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -293,7 +316,7 @@ def run_reference(block: Steps, x: Tensor, call: Call) -> Tensor:
                     raise ArgumentError("attention step: the call has no keys and values")
                 k, v = (t[:, :, : call.length].float() for t in (call.keys, call.values))
                 if call.coded is not None:
-                    before = (t.dequantize(torch.float32) for t in call.coded)
+                    before = call.coded.floats(torch.float32)
                     k, v = (torch.cat(both, 2) for both in zip(before, (k, v), strict=True))
             put(step.out, attend(held_q, k, v, call, step.scale, step.softcap))
     if 1 not in buffers:

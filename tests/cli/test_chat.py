@@ -120,6 +120,10 @@ def test_chat_goes_on_after_a_message_that_is_too_long(talker: Path) -> None:
         (["--top-p", "1.5"], "--top-p must be above 0 and at most 1, got 1.5"),
         (["--temperature", "0", "--top-p", "0.5"], "--top-p has no effect with --temperature 0"),
         (["--dtype", "int8"], "--dtype must be one of"),
+        (["--kv-bits", "int4"], "--kv-bits must be a number from 2 to 8, or two, of keys and of values, such as 8,4"),
+        (["--kv-bits", "16"], "--kv-bits must be a number from 2 to 8"),
+        (["--kv-bits", "8,4,4"], "--kv-bits must be a number from 2 to 8"),
+        (["--kv-bits", "4", "--int8-cache"], "--int8-cache is --kv-bits 8; pass one of them"),
         (["--raw", "--system", "x"], "--system is a message of the chat template"),
         (["--json", "nowhere/x.json"], "folder"),
     ],
@@ -130,6 +134,34 @@ def test_wrong_options(run: Any, talker: Path, arguments: list[str], message: st
     assert found.exit_code == 2
     assert message in found.stderr
     assert found.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "bits"),
+    [
+        ([], None), (["--int8-cache"], (8, 8)), (["--kv-bits", "8"], (8, 8)), (["--kv-bits", "4"], (4, 4)),
+        (["--kv-bits", "8,4"], (8, 4)), (["--kv-bits", "8", "--int8-cache"], (8, 8)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bits_of_the_cache(
+    run: Any, talker: Path, arguments: list[str], bits: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pennyweight.inference.kv_cache import QuantizedCache
+
+    made = []
+    start = QuantizedCache.__init__
+
+    def noted(cache: Any, *args: Any, **kwargs: Any) -> None:
+        start(cache, *args, **kwargs)
+        made.append(cache)
+
+    monkeypatch.setattr(QuantizedCache, "__init__", noted)
+    found = run("generate", talker, "--prompt", "x" * 200, "--max-new-tokens", 3, *arguments)
+    assert found.exit_code == 0, found.stderr
+    assert [(c.key_bits, c.value_bits) for c in made] == ([] if bits is None else [bits])
+    for cache in made:
+        assert cache.layers[0].past_keys.spec.format.bits == cache.key_bits
 
 
 def test_a_chat_without_a_template_fails_before_the_weights_are_read(

@@ -43,14 +43,14 @@ def test_it_is_what_generate_makes_of_the_template() -> None:
     assert answer.tokens == out.shape[1] - prompt.shape[1]
 
 
-@pytest.mark.parametrize("cache", [False, True], ids=["float cache", "int8 cache"])
-def test_a_quantized_and_fused_model_answers_in_turns(cache: bool) -> None:
+@pytest.mark.parametrize("cache", [{}, {"bits": 8}, {"bits": 4}, {"key_bits": 8, "value_bits": 4, "sinks": 3}], ids=str)
+def test_a_quantized_and_fused_model_answers_in_turns(cache: dict[str, int]) -> None:
     model = llama()
     pw.quantize_(model, "int8")
     expected = Conversation(model, tokenizer(), max_new_tokens=8)
     texts = [expected.ask(q).text for q in QUESTIONS]
     pw.fuse_(model)
-    make = (lambda: QuantizedCache(model.config, residual=16)) if cache else None
+    make = (lambda: QuantizedCache(model.config, residual=16, **cache)) if cache else None  # type: ignore[arg-type]
     talk = Conversation(model, tokenizer(), make_cache=make, max_new_tokens=8)
     answers = [talk.ask(q) for q in QUESTIONS]
     assert all(a.reused for a in answers[1:])

@@ -70,6 +70,7 @@ CACHES: dict[str, Callable[[Any], Any]] = {
     "dynamic": lambda m: DynamicCache(config=m.config),
     "static": lambda m: StaticCache(config=m.config, max_cache_len=TOKENS),
     "quantized": lambda m: QuantizedCache(m.config, bits=8, group=4, residual=4),
+    "rotated": lambda m: QuantizedCache(m.config, bits=4, group=4, residual=0, sinks=1),
 }
 MASKS: dict[str, Tensor] = {
     "bool": ALLOWED,

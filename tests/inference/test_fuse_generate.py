@@ -64,20 +64,33 @@ def test_the_same_tokens(family: str, how: str) -> None:
     assert not [name for name in pw.fallbacks() if "fused" in name]
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [(8, 8), (4, 4), (8, 4)], ids=str)
 @pytest.mark.parametrize("family", DECODERS)
-def test_a_quantized_cache(family: str, bits: int) -> None:
+def test_a_quantized_cache(family: str, bits: tuple[int, int]) -> None:
+    """Below 8 bits rotated, and with float tokens at the start; sequences are padded."""
     model, other = pair(family)
     given = prompt(family)
     found = [
-        tokens(m, given, past_key_values=QuantizedCache(m.config, bits=bits, group=4, residual=4))
+        tokens(
+            m,
+            given,
+            past_key_values=QuantizedCache(m.config, key_bits=bits[0], value_bits=bits[1], group=4, residual=4),
+        )
         for m in (model, other)
     ]
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize(("bits", "group", "residual"), [(8, 16, 0), (4, 4, 3), (8, 32, 128)])
-def test_a_block_reads_the_codes_itself(monkeypatch: Any, bits: int, group: int, residual: int) -> None:
+@pytest.mark.parametrize(
+    ("bits", "group", "residual", "more"),
+    [
+        (8, 16, 0, {}), (4, 4, 3, {"rotate": False, "sinks": 0}), (8, 32, 128, {}), (4, 4, 3, {}), (4, 16, 0, {}),
+        (8, 4, 2, {"value_bits": 4, "sinks": 3}), (8, 16, 0, {"rotate": True, "sinks": 1}), (6, 8, 2, {}),
+    ],
+)  # fmt: skip
+def test_a_block_reads_the_codes_itself(
+    monkeypatch: Any, bits: int, group: int, residual: int, more: dict[str, Any]
+) -> None:
     """Also for a prompt in several parts, and after sequences were selected and tokens removed; with the contents of
     the unfused model's cache."""
     model, other = pair("llama")
@@ -85,7 +98,7 @@ def test_a_block_reads_the_codes_itself(monkeypatch: Any, bits: int, group: int,
     ids = torch.arange(3, 43).view(1, -1).repeat(3, 1) + torch.tensor([[0], [5], [9]])
     found = []
     for m in (model, other):
-        past, logits = QuantizedCache(m.config, bits=bits, group=group, residual=residual), []
+        past, logits = QuantizedCache(m.config, bits=bits, group=group, residual=residual, **more), []
         with torch.inference_mode():
             for first, end in ((0, 20), (20, 27), (27, 28), (28, 29)):
                 logits.append(m(ids[:, first:end], past_key_values=past).logits)
@@ -95,7 +108,8 @@ def test_a_block_reads_the_codes_itself(monkeypatch: Any, bits: int, group: int,
                 logits.append(m(ids[:2, i : i + 1], past_key_values=past).logits)
         found.append((past, torch.cat([y.flatten() for y in logits])))
     (expected, y), (mine, z) = found
-    torch.testing.assert_close(z, y, rtol=1e-3, atol=1e-3)
+    # a number between two codes may be rounded the other way
+    torch.testing.assert_close(z, y, rtol=1e-3, atol=1e-3 if bits == 8 else 5e-3)
     for a, b in zip(expected.layers, mine.layers, strict=True):
         assert a.get_seq_length() == b.get_seq_length() == 40
         for s, t in zip(a.stored, b.stored, strict=True):

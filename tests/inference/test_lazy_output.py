@@ -70,6 +70,7 @@ CACHES: dict[str, Callable[[Any], Any]] = {
     "dynamic": lambda config: DynamicCache(),
     "static": lambda config: StaticCache(config=config, max_cache_len=24),
     "codes": lambda config: QuantizedCache(config, bits=8, group=4, residual=4),
+    "rotated codes": lambda config: QuantizedCache(config, bits=4, group=4, residual=4, sinks=2),
 }
 
 

@@ -15,7 +15,7 @@ def _f(kind: Any, names: str) -> Iterator[tuple[str, Any]]:
         yield name, kind
 
 
-ABI = 10
+ABI = 11
 DONE, NO_MEMORY, INVALID = range(3)  # Status
 NONE, F32, BF16, F16, E8M0, I8, U8, E4M3 = range(8)  # Kind
 FLOAT, SYMMETRIC, ASYMMETRIC, STATIC = range(4)  # Activation
@@ -151,7 +151,7 @@ class RotaryArgs(Structure):
 class CacheCodes(Structure):
     _fields_ = (
         *_f(c_void_p, "codes scale offset"), *_f(c_int64 * 3, "code_strides scale_strides offset_strides"),
-        *_f(c_int64, "row"), *_f(c_int32, "bits kind tokens channels"),
+        *_f(c_int64, "row"), *_f(c_int32, "bits kind tokens channels hadamard"),
     )
 
 

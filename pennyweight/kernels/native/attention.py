@@ -19,7 +19,7 @@ from ...core.packing import stream_shape
 from ...core.tensor import AffineQuantizedTensor
 from ...core.tracing import in_memory
 from ...support.errors import ArgumentError
-from ..block import Norm
+from ..block import Norm, Past
 from ..cpu.abi import MOST_CHANNELS, NONE, U8, AttentionArgs, CacheCodes, RotaryArgs
 from ..cpu.block import NORMS, ROTATIONS
 from ..cpu.library import KINDS
@@ -32,7 +32,7 @@ _READ = "codes of a cache"  # key of a structure among what a tensor keeps
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False, window: int = 0,
-    scale: float | None = None, softcap: float = 0.0, past: tuple[Any, Any] | None = None, out: Tensor | None = None,
+    scale: float | None = None, softcap: float = 0.0, past: Past | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax(cap(q @ k.T * scale) + mask) @ v for each head; a row without an allowed key is 0.
 
@@ -43,8 +43,8 @@ def attention(
     window   if positive, and if j > L - S + s - window
     scale    default: 1 / sqrt(D)
     softcap  if positive: cap(x) = softcap * tanh(x / softcap)
-    past     quantized keys and values [B, shared, P, D] before k and v, as inference/kv_cache.py holds them; L is
-             then P and the tokens of k together. See :func:`past_reason`
+    past     quantized keys and values [B, shared, P, D] before k and v; L is then P and the tokens of k together. See
+             :func:`past_reason`
     out      the result, by default a new tensor in the memory order [B, S, H, D]
 
     Returns [B, H, S, D] in q's dtype. Arithmetic is in float32; up to 4 tokens are multiplied with codes of 8 and 4
@@ -62,7 +62,7 @@ def attention(
     elif out.shape != q.shape:
         raise ArgumentError(f"attention: the result has the shape of q {list(q.shape)}, got {list(out.shape)}")
     codes = () if past is None else cache_codes(past)
-    length = newest if past is None else newest + past[0].shape[2]
+    length = newest if past is None else newest + past.keys.shape[2]
     marks, mask_kind = None, NONE
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
     if mask is not None:
@@ -84,9 +84,7 @@ def attention(
     return out
 
 
-def reason(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, past: tuple[Any, Any] | None = None
-) -> bool | str:
+def reason(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, past: Past | None = None) -> bool | str:
     """True if :func:`attention` takes these tensors, or why not."""
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype:
         return f"expected q [B, H, S, D] and k, v [B, shared, L, D], got {_shapes(q, k, v)}"
@@ -103,7 +101,7 @@ def reason(
         fits = past_reason(past, k)
         if fits is not True:
             return fits
-        length += past[0].shape[2]
+        length += past.keys.shape[2]
     if mask is not None:
         sizes = (1,) * (4 - mask.ndim) + tuple(mask.shape)
         if mask.ndim > 4 or any(n not in (1, full) for n, full in zip(sizes, (b, h, s, length), strict=True)):
@@ -113,17 +111,19 @@ def reason(
     return True
 
 
-def past_reason(past: tuple[Any, Any], newest: Tensor) -> bool | str:
+def past_reason(past: Past, newest: Tensor) -> bool | str:
     """True if :func:`attention` reads this quantized past before keys ``newest`` [B, shared, N, D], or why not.
 
     Codes are unsigned integers of 1 to 8 bits, with a scale and an offset for a group of tokens or of channels.
     """
-    for t in past:
+    for t, block in zip(past[:2], past.hadamard, strict=True):
         if type(t) is not AffineQuantizedTensor or t.ndim != 4 or newest.ndim != 4:
             return f"a quantized past is a tensor [B, shared, P, D], got {type(t).__name__}"
         shape = t.shape
-        if shape[:2] != newest.shape[:2] or shape[3] != newest.shape[3] or shape != past[0].shape:
+        if shape[:2] != newest.shape[:2] or shape[3] != newest.shape[3] or shape != past.keys.shape:
             return f"a past {list(shape)} does not go before keys {list(newest.shape)}"
+        if block and (block < 0 or block & (block - 1) or shape[3] % block):
+            return f"blocks of {block} rotated channels: expected a power of two that divides {shape[3]}"
         if _READ in t._bound:  # what follows does not change
             continue
         spec = t.spec
@@ -136,22 +136,22 @@ def past_reason(past: tuple[Any, Any], newest: Tensor) -> bool | str:
     return True
 
 
-def cache_codes(past: tuple[Any, Any]) -> tuple[CacheCodes, ...]:
+def cache_codes(past: Past) -> tuple[CacheCodes, ...]:
     """The structures of quantized keys and values that :func:`past_reason` accepted. Each tensor keeps its own, which
     holds while its parts are the same memory. Raises ArgumentError for parts that do not go together."""
     found = []
-    for t, what in zip(past, _PAST, strict=True):
+    for t, block, what in zip(past[:2], past.hadamard, _PAST, strict=True):
         parts = t._codes, t._scale, t._offset
-        memory = [(p.data_ptr(), p.shape, p.stride()) for p in parts]
+        memory = [block, *((p.data_ptr(), p.shape, p.stride()) for p in parts)]
         cached = t._bound.get(_READ)
         if cached is None or cached[0] != memory:
-            cached = t._bound[_READ] = (memory, _codes(t, what))
+            cached = t._bound[_READ] = (memory, _codes(t, block, what))
         found.append(cached[1])
     return tuple(found)
 
 
-def _codes(t: Any, what: str) -> CacheCodes:
-    """The structure of keys or values that :func:`past_reason` accepted."""
+def _codes(t: Any, block: int, what: str) -> CacheCodes:
+    """The structure of keys or values that :func:`past_reason` accepted. block: of channels that were rotated."""
     shape, bits = t.shape, t.spec.format.bits
     parts = (
         ("codes", t._codes, (torch.uint8,), stream_shape(t.spec.codes_shape(shape), bits)),
@@ -166,7 +166,7 @@ def _codes(t: Any, what: str) -> CacheCodes:
         setattr(c, name, at)
         setattr(c, f"{'code' if name == 'codes' else name}_strides", strides)
     _, _, c.tokens, c.channels = resolve(t.spec.block, shape)
-    c.row, c.bits, c.kind = t._codes.shape[-1], bits, KINDS[t.spec.scale]
+    c.row, c.bits, c.kind, c.hadamard = t._codes.shape[-1], bits, KINDS[t.spec.scale], block
     return c
 
 

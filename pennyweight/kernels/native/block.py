@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 
 from ...core.tracing import is_observed
 from ...support.errors import ArgumentError, Refusal
-from ..block import AttentionStep, Call, RotaryStep, Steps
+from ..block import AttentionStep, Call, Past, RotaryStep, Steps
 from ..block_plan import Plan, Structures, indices, plan, structures
 from ..cpu.abi import U8, Block, CacheCodes
 from ..cpu.library import usable
@@ -147,7 +147,7 @@ class NativeBlock:
         ready.coded = None if call.coded is None else self._codes(call.coded, call.keys, cached)
         coded = 0
         if ready.coded is not None:
-            coded = call.coded[0].shape[2]  # type: ignore[index]
+            coded = call.coded.keys.shape[2]  # type: ignore[union-attr]
             block.past_keys, block.past_values = map(ctypes.addressof, ready.coded)
         block.coded = coded
         reader = rotary or cached
@@ -203,7 +203,7 @@ class NativeBlock:
         block.mask_kind = _MASK_KINDS[mask.dtype]
 
     @staticmethod
-    def _codes(coded: tuple[Any, Any], keys: Tensor | None, cached: AttentionStep | None) -> tuple[CacheCodes, ...]:
+    def _codes(coded: Past, keys: Tensor | None, cached: AttentionStep | None) -> tuple[CacheCodes, ...]:
         """The structures of quantized keys and values, which must live during the call."""
         fits = "no step reads them" if keys is None or cached is None else past_reason(coded, keys)
         if fits is not True:

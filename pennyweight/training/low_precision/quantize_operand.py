@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core import stochastic_rounding
+from ...core.hadamard import sylvester
 from ...core.numerics import Parts, quantize
 from ...core.qparams import BY_RANGE, default_rule
 from ...core.spec import QuantSpec
@@ -57,14 +58,10 @@ def hadamard_rotated(x: Tensor, n: int, seed: int) -> Tensor:
     """x · D H / √n for every n neighbours of the last axis, zero-padded to a multiple of n: D random signs, the same
     for all; H Sylvester's Hadamard matrix. Rotating both sides leaves the product unchanged."""
     x = F.pad(x, (0, -x.shape[-1] % n))
-    i = torch.arange(n, device=x.device, dtype=torch.int64)
-    ones = i.unsqueeze(0) & i.unsqueeze(1)  # H[i, j] = (-1)^(number of common one bits of i and j)
-    for shift in (16, 8, 4, 2, 1):
-        ones = ones ^ (ones >> shift)
     signs = (
         stochastic_rounding.random_bits((n,), stochastic_rounding.make_key(seed, _SIGNS), x.device).to(torch.int64) & 1
     )
-    matrix = (1 - 2 * (ones & 1)) * (1 - 2 * signs).unsqueeze(1)
+    matrix = sylvester(n, x.device) * (1 - 2 * signs).unsqueeze(1)
     return (x.unflatten(-1, (-1, n)) @ (matrix.to(x.dtype) / n**0.5)).flatten(-2)
 
 

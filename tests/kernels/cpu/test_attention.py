@@ -14,7 +14,7 @@ from pennyweight.core.layouts import portable_layout
 from pennyweight.core.packing import unpack_bits
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.kernels.block import Call, Norm, attend, normalize, rotate
+from pennyweight.kernels.block import Call, Norm, Past, attend, normalize, rotate
 from pennyweight.kernels.cpu import library
 from pennyweight.kernels.native import attention as native_attention
 from pennyweight.support.errors import ArgumentError
@@ -220,17 +220,20 @@ def test_what_does_not_fit_is_refused() -> None:
 # -- a quantized past --------------------------------------------------------------------------------------------------
 
 
-def quantized(bits: int, group: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[QT, QT, Tensor, Tensor]:
+def quantized(
+    bits: tuple[int, int], group: int, dtype: torch.dtype, shape: tuple[int, ...], hadamard: tuple[int, int] = (0, 0)
+) -> tuple[Past, Tensor, Tensor]:
     """Keys and values as inference/kv_cache.py quantizes them, and their exact values in float64."""
     made = []
-    for block in ((group, 1), (group,)):
-        spec = QuantSpec(get_format(f"uint{bits}"), block, dtype, offset=dtype)
+    for block, n in zip(((group, 1), (group,)), bits, strict=True):
+        spec = QuantSpec(get_format(f"uint{n}"), block, dtype, offset=dtype)
         spec = spec.with_(layout=portable_layout(spec))
         made.append(QT.from_float(torch.randn(shape).to(dtype), spec, "minmax"))
-    return (*made, *(exact_values(t) for t in made))
+    exact = (exact_values(t, n) for t, n in zip(made, hadamard, strict=True))
+    return Past(made[0], made[1], hadamard), *exact  # type: ignore[return-value]
 
 
-def exact_values(t: QT) -> Tensor:
+def exact_values(t: QT, hadamard: int = 0) -> Tensor:
     shape, spec = t.shape, t.spec
     codes = unpack_bits(t._codes, spec.format.bits, spec.codes_shape(shape)[-1]).double()
     parts = []
@@ -239,7 +242,13 @@ def exact_values(t: QT) -> Tensor:
         for axis, size in enumerate(blocks.resolve(spec.block, shape)):
             part = part.repeat_interleave(size, axis)
         parts.append(part)
-    return (codes * parts[0] + parts[1])[..., : shape[-1]]
+    found = (codes * parts[0] + parts[1])[..., : shape[-1]]
+    if hadamard:
+        h = torch.ones(1, 1, dtype=torch.float64)
+        while len(h) < hadamard:
+            h = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), h)
+        found = (found.unflatten(-1, (-1, hadamard)) @ h / hadamard**0.5).flatten(-2)
+    return found
 
 
 PASTS = [  # bits, group, dtype, (batch, heads, shared heads, query tokens, past, newest, channels)
@@ -266,11 +275,26 @@ PASTS = [  # bits, group, dtype, (batch, heads, shared heads, query tokens, past
 ]
 
 
+@pytest.mark.parametrize("rotated", [False, True], ids=["", "rotated"])
 @pytest.mark.parametrize("case", PASTS, ids=str)
-def test_a_quantized_past(case: tuple[int, int, torch.dtype, tuple[int, ...]]) -> None:
-    bits, group, dtype, (b, h, shared, s, past, new, d) = case
+def test_a_quantized_past(case: tuple[int, int, torch.dtype, tuple[int, ...]], rotated: bool) -> None:
+    bits, group, dtype, sizes = case
+    check_past((bits, bits), group, dtype, sizes, (sizes[-1] & -sizes[-1],) * 2 if rotated else (0, 0))
+
+
+@pytest.mark.parametrize("s", [1, 4, 9])
+@pytest.mark.parametrize("hadamard", [(0, 64), (64, 0), (16, 32), (2, 4), (8, 1)], ids=str)
+@pytest.mark.parametrize("bits", [(8, 4), (4, 8), (6, 4)], ids=str)
+def test_keys_and_values_of_different_bits_and_rotations(bits: Any, hadamard: Any, s: int) -> None:
+    check_past(bits, 32, torch.float32, (2, 4, 2, s, 320, 37, 64), hadamard)
+
+
+def check_past(
+    bits: tuple[int, int], group: int, dtype: torch.dtype, sizes: tuple[int, ...], hadamard: tuple[int, int]
+) -> None:
+    b, h, shared, s, past, new, d = sizes
     q, k, v = make((b, h, shared, s, new, d), dtype)
-    *pair, exact_k, exact_v = quantized(bits, group, dtype, (b, shared, past, d))
+    pair, exact_k, exact_v = quantized(bits, group, dtype, (b, shared, past, d), hadamard)
     all_k, all_v = torch.cat([exact_k, k.double()], 2), torch.cat([exact_v, v.double()], 2)
     mask = torch.rand(b, 1, s, past + new) < 0.7
     mask[..., -1] = True
@@ -280,9 +304,9 @@ def test_a_quantized_past(case: tuple[int, int, torch.dtype, tuple[int, ...]]) -
             library.use_isa(isa)
             for threads in (1, 2):
                 torch.set_num_threads(threads)
-                seen.append(native_attention.attention(q, k, v, past=(pair[0], pair[1]), **how))
+                seen.append(native_attention.attention(q, k, v, past=pair, **how))
         # codes of 8 and 4 bits are multiplied by numbers of 16 bits if there are few tokens
-        close(seen[0], reference(q, all_k, all_v, **how), 3e-4 if s <= 4 and bits in (4, 8) else 1e-5)
+        close(seen[0], reference(q, all_k, all_v, **how), 3e-4 if s <= 4 and {*bits} & {4, 8} else 1e-5)
         assert all(torch.equal(y, seen[0]) for y in seen)
 
 
@@ -290,31 +314,38 @@ def test_the_past_of_a_cache() -> None:
     """After tokens were added, sequences selected and tokens removed; codes are views of larger memory."""
     from pennyweight.inference.kv_cache import QuantizedLayer
 
-    for bits in (8, 4):
-        layer = QuantizedLayer(bits, 32, 40)
+    for bits, turned, sinks in ((8, False, 0), (4, False, 0), (4, True, 0), (4, None, 5)):
+        layer = QuantizedLayer(bits, 32, 40, rotate=turned, sinks=sinks)
         for n in (100, 1, 30, 70):
             layer.update(torch.randn(3, 2, n, 64), torch.randn(3, 2, n, 64))
         layer.batch_select_indices(torch.tensor([2, 0]))
         layer.crop(-3)
-        past = layer.past_keys, layer.past_values
+        past = layer.past
+        assert past is not None
+        assert past.hadamard == ((0, 0) if turned is False else (64, 64))
         q = torch.randn(2, 8, 1, 64)
         y = native_attention.attention(q, layer.keys, layer.values, past=past)
-        k = torch.cat([exact_values(past[0]), layer.keys.double()], 2)  # type: ignore[arg-type]
-        v = torch.cat([exact_values(past[1]), layer.values.double()], 2)  # type: ignore[arg-type]
+        k = torch.cat([exact_values(past.keys, past.hadamard[0]), layer.keys.double()], 2)
+        v = torch.cat([exact_values(past.values, past.hadamard[1]), layer.values.double()], 2)
         close(y, reference(q, k, v), 3e-4)
+        close(y, reference(q, *(t.double() for t in layer.floats())), 3e-4)  # in the order of the text
 
 
 def test_a_past_that_does_not_fit_is_refused() -> None:
     q, k, v = make((1, 4, 2, 1, 5, 64))
-    a, b, *_ = quantized(8, 32, torch.float32, (1, 2, 64, 64))
+    good, *_ = quantized((8, 8), 32, torch.float32, (1, 2, 64, 64))
+    a, b, _ = good
     attention = native_attention.attention
-    attention(q, k, v, past=(a, b))
+    attention(q, k, v, past=good)
     signed = QT.from_float(torch.randn(1, 2, 64, 64), QuantSpec(INT8, (32,)))
     wider = QT.from_float(torch.randn(1, 2, 64, 64), a.spec.with_(block=(2, 32, 1)), "minmax")
     short = a.with_(codes=a._codes[:, :, :40])
     for past in ((a, a[:, :, :32].clone()), (a, v), (signed, signed), (a, wider), (short, b), (a.dequantize(), b)):
         with pytest.raises(ArgumentError):
-            attention(q, k, v, past=past)
+            attention(q, k, v, past=Past(*past))
+    for hadamard in ((0, 128), (3, 0), (-2, 0)):
+        with pytest.raises(ArgumentError, match="expected a power of two that divides 64"):
+            attention(q, k, v, past=Past(a, b, hadamard))
 
 
 # -- rotary embeddings -------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from pennyweight.kernels.block import (
     LinearStep,
     Norm,
     NormStep,
+    Past,
     RotaryStep,
     Steps,
     run_reference,
@@ -189,27 +190,29 @@ def test_a_sequence_depends_on_nothing_else(isa: str, dtype: torch.dtype) -> Non
 WIDE = Heads(4, 2, 64)
 
 
-def coded(batch: int, h: Heads, tokens: int, bits: int, group: int, dtype: torch.dtype) -> tuple[QT, QT]:
+def coded(batch: int, h: Heads, tokens: int, bits: int, group: int, dtype: torch.dtype, rotated: bool = False) -> Past:
     """Keys and values as inference/kv_cache.py quantizes them."""
     made = []
     for block in ((group, 1), (group,)):
         spec = QuantSpec(get_format(f"uint{bits}"), block, dtype, offset=dtype)
         x = random(batch, h.shared, tokens, h.size, dtype=dtype, seed=len(made))
         made.append(QT.from_float(x, spec.with_(layout=portable_layout(spec)), "minmax"))
-    return made[0], made[1]
+    return Past(made[0], made[1], (h.size & -h.size,) * 2 if rotated else (0, 0))
 
 
+@pytest.mark.parametrize("rotated", [False, True], ids=["", "rotated"])
 @pytest.mark.parametrize(
     ("h", "bits", "group"), [(WIDE, 8, 32), (WIDE, 4, 16), (HEADS, 8, 32), (Heads(3, 1, 80), 4, 32), (WIDE, 3, 24)]
 )
-def test_codes_before_the_tokens(isa: str, threads: int, h: Heads, bits: int, group: int) -> None:
+def test_codes_before_the_tokens(isa: str, threads: int, h: Heads, bits: int, group: int, rotated: bool) -> None:
     """Also a past that is not in whole groups, and so many sequences that threads take some through all steps."""
     for batch, tokens, codes, past, dtype in (
         (1, 1, 320, 0, torch.float32), (2, 1, 300, 70, torch.float32), (2, 3, 40, 5, torch.bfloat16),
         (70, 1, 16, 3, torch.float32), (1, 9, 270, 20, torch.float32),
     ):  # fmt: skip
         end = past + tokens
-        pair, mask = coded(batch, h, codes, bits, group, dtype), random(batch, 1, tokens, codes + end) < 1
+        pair = coded(batch, h, codes, bits, group, dtype, rotated)
+        mask = random(batch, 1, tokens, codes + end) < 1
         mask[..., -1] = True
         for how in ({}, {"causal": True}, {"causal": True, "window": codes // 2}, {"mask": mask}):
 
@@ -235,9 +238,9 @@ def test_codes_that_do_not_fit_are_refused() -> None:
     expected = run(block, x, good)
     other = coded(1, h, 64, 8, 32, torch.float32)
     for message, change in {
-        "does not go before": {"coded": other}, "got Tensor": {"coded": (pair[0], values)},
+        "does not go before": {"coded": other}, "got Tensor": {"coded": Past(pair[0], values)},
         "73 or more": {"mask": torch.zeros(2, 1, 1, 72)},
-        "expected": {"coded": (pair[0].with_(codes=pair[0]._codes[:, :, :40]), pair[1])},
+        "expected": {"coded": Past(pair[0].with_(codes=pair[0]._codes[:, :, :40]), pair[1])},
     }.items():  # fmt: skip
         with pytest.raises(ArgumentError, match=message):
             block.run(x, replace(good, **change))

@@ -10,7 +10,7 @@
 #define PW_EXPORT __attribute__((visibility("default")))
 #endif
 
-constexpr int ABI = 10;  // incremented with each change of a structure or of an exported function's arguments
+constexpr int ABI = 11;  // incremented with each change of a structure or of an exported function's arguments
 
 // Status codes of exported functions; for pw_dequantize 1 means an index out of range.
 enum Status : int32_t { DONE = 0, NO_MEMORY = 1, INVALID = 2 };  // INVALID: inconsistent arguments, see check.h
@@ -312,6 +312,7 @@ struct CacheCodes {
     int64_t row;                                                   // bytes of codes of a token
     int32_t bits, kind;
     int32_t tokens, channels;  // that share a scale and an offset
+    int32_t hadamard;          // channels of the blocks that were rotated before rounding, see hadamard.h; 0: none
 };
 
 // out = softmax(cap(q @ keys.T * scale) + mask) @ values for each head; see attention.h. Strides are in elements.

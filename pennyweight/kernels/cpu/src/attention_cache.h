@@ -1,8 +1,9 @@
 // Keys and values of a cache: the newest are floats, those before may be codes with a scale and an offset for groups of
-// tokens or of channels.
+// tokens or of channels. Codes may be those of rotated keys and values; the newest are not rotated.
 #pragma once
 
 #include "attention_parts.h"
+#include "hadamard.h"
 
 namespace {
 namespace attend {
@@ -31,7 +32,7 @@ inline const char* offset_at(const CacheCodes& c, int64_t b, int64_t shared, int
     return part_at(c, c.offset, c.offset_strides, b, shared, key);
 }
 
-// A row of codes as float32 [width], zero beyond the channels.
+// A row of codes as float32 [width], zero beyond the channels; rotated back, if it was rotated.
 inline void widen_codes(const AttentionArgs& a, const CacheCodes& c, int64_t width, int64_t b, int64_t shared,
                         int64_t key, float* out) {
     const uint8_t* row = codes_at(c, b, shared, key);
@@ -50,6 +51,7 @@ inline void widen_codes(const AttentionArgs& a, const CacheCodes& c, int64_t wid
         fstore(out + d, fadd(fmul(cvt(u), load16(scales, c.kind, 0)), load16(offsets, c.kind, 0)));
     }
     for (int64_t d = a.size; d < width; ++d) out[d] = 0;
+    if (c.hadamard) rotate_blocks(out, width, c.hadamard);
 }
 inline void widen_key(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key,
                       float* out) {

@@ -12,6 +12,7 @@ constexpr int FEW_TILES = FLOAT_TILES == 2 ? 4 : 1;  // vectors of channels of f
 struct FewRoom : Pieces {
     int64_t q, scores, bias, wide, part;
     int64_t limbs, base, step, scaled, scales, values, value_limbs, value_numbers, found;  // only for a past of codes
+    int64_t turned;                                                                        // q for rotated keys
     FewRoom(const AttentionArgs& a, const AttentionPlan& p) {
         q = take(p.rows * p.width), scores = take((p.rows + 3) / 4 * 4 * CHUNK), bias = take(p.rows * CHUNK);
         wide = take(16 * p.width), part = take(2 * p.part_bytes() / 4);
@@ -20,6 +21,7 @@ struct FewRoom : Pieces {
                       wide = limb_width(p.width);
         limbs = take(groups * packs * 2 * wide), base = take(groups * packs * 16), step = take(packs * 16);
         scaled = take(packs * 4 * wide), scales = take(2 * groups * wide);
+        turned = take(keys && a.past_keys->hadamard ? p.rows * p.width : 0);
         values = take(sums ? TILE * CHUNK / 4 : 0), value_limbs = take(sums ? p.rows * 2 * CHUNK : 0);
         value_numbers = take(sums ? 2 * CHUNK : 0), found = take(sums ? 8 * p.rows : 0);
     }
@@ -162,7 +164,14 @@ inline void few_scores(const FewKeys& k, const float* q, float* scores) {
     if (plain_keys(a, p) && k.coded(0)) {
         const CacheCodes &c = *a.past_keys, &v = *a.past_values;
         const QueryLimbs limbs = k.room.queries(a, p, k.space);
-        take_query_limbs(a, p, k.b, k.shared, k.key, std::min(k.key + k.n, a.past), q, limbs);
+        const float* turned = q;  // a score is the same if q and the key are both rotated
+        if (c.hadamard) {
+            float* to = k.at(k.room.turned);
+            memcpy(to, q, (size_t)(p.rows * p.width) * 4);
+            for (int64_t r = 0; r < p.rows; ++r) rotate_blocks(to + r * p.width, p.width, c.hadamard);
+            turned = to;
+        }
+        take_query_limbs(a, p, k.b, k.shared, k.key, std::min(k.key + k.n, a.past), turned, limbs);
         for (; j < k.n && k.coded(j); j += 16) {
             const int64_t key = k.key + j;
             score_codes(p, c.bits, codes_at(c, k.b, k.shared, key), c.code_strides[2],
@@ -199,6 +208,8 @@ inline void few_values(const FewKeys& k, const float* scores, float* sums) {
     if (plain_values(a, p) && k.coded(0)) {
         j = std::min(CHUNK, (a.past - k.key) / 16 * 16);
         add_coded_values(a, p, k.b, k.shared, k.key, j, scores, CHUNK, k.room.of_values(k.space, p.rows), sums);
+        if (const int64_t block = a.past_values->hadamard)  // so far, the sums are of rotated values only
+            for (int64_t r = 0; r < p.rows; ++r) rotate_blocks(sums + r * p.width, p.width, block);
     }
     for (; j < k.n; j += 16) {
         const int64_t count = std::min<int64_t>(16, k.n - j), key = k.key + j;

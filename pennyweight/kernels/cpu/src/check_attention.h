@@ -42,6 +42,9 @@ inline bool row_norm(Arguments& c, const RowNorm& n, int64_t width) {
 inline bool cache_codes(Arguments& c, const AttentionArgs& a, const CacheCodes& p) {
     if (!c.must(within(p.bits, 1, 8) && is_float(p.kind), "codes of 1 to 8 bits, scales and offsets of a float kind") ||
         !c.must(p.tokens > 0 && p.channels > 0, "tokens and channels that share a scale from 1 on") ||
+        !c.must(p.hadamard == 0 || (within(p.hadamard, 1, MOST_CHANNELS) && (p.hadamard & (p.hadamard - 1)) == 0 &&
+                                    a.size % p.hadamard == 0),
+                "rotated blocks of a power of two that divides the channels") ||
         !c.must(size(p.row) && p.row >= over((int64_t)a.size * p.bits, 8), "rows of whole bytes for all channels") ||
         !c.must(strides(p.code_strides, 3) && strides(p.scale_strides, 3) && strides(p.offset_strides, 3),
                 "strides from 0 to 2**40"))

@@ -44,6 +44,8 @@ struct CodesCase {
         c.kind = one_of<int32_t>({F32, BF16, F16});
         const int32_t group = chance(3) ? (int32_t)(1 + below(40)) : one_of<int32_t>({16, 32});
         c.tokens = keys ? group : 1, c.channels = keys ? 1 : group;
+        if (chance(2)) c.hadamard = h.size & -h.size;
+        if (c.hadamard > 1 && chance(3)) c.hadamard /= 2;
         c.row = (h.size * c.bits + 7) / 8 + (chance(4) ? 3 : 0);
         lay_out(c.code_strides, h.shared, past, c.row);
         const int64_t groups = (past + c.tokens - 1) / c.tokens, parts = (h.size + c.channels - 1) / c.channels;
@@ -169,6 +171,9 @@ void attention() {
                                {"kind of scales", coded([](CacheCodes& c) { c.kind = E8M0; })},
                                {"tokens of a group", coded([](CacheCodes& c) { c.tokens = 0; })},
                                {"channels of a group", coded([](CacheCodes& c) { c.channels = 0; })},
+                               {"blocks of 3", coded([](CacheCodes& c) { c.hadamard = 3; })},
+                               {"blocks below 0", coded([](CacheCodes& c) { c.hadamard = -2; })},
+                               {"blocks beyond the channels", coded([](CacheCodes& c) { c.hadamard = 256; })},
                                {"row", coded([](CacheCodes& c) { c.row = 0; })},
                                {"strides of codes", coded([](CacheCodes& c) { c.code_strides[2] = -1; })},
                                {"no codes", coded([](CacheCodes& c) { c.codes = nullptr; })},
