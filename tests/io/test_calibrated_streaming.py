@@ -243,7 +243,7 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
         run(algorithm=[{"bias": {"create": True}}])
     with pytest.raises(PlanError, match="but reconstruct takes up to"):
         run(algorithm=["nearest", "reconstruct"], max_memory=4 * 8 * 128 * 64 + 1000)
-    with pytest.raises(PlanError, match="filter_fn and ranks"):
+    with pytest.raises(PlanError, match="filter_fn is not supported with an algorithm"):
         run(filter_fn=lambda module, name: True)
     with pytest.raises(PlanError, match="leave it out"):
         run(calibration=None, algorithm=None, max_memory="1 GB")
