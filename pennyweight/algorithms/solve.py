@@ -133,11 +133,12 @@ def stages(
             for name in names:
                 left.pop(name)
             yield list(names), seen
-    group: list[str] = []
+    group, count = [], 0
     for name in left:
         group.append(name)
-        if sum(math.prod(weights[n].shape) for n in group) >= AT_ONCE:
+        count += math.prod(weights[name].shape)
+        if count >= AT_ONCE:
             yield group, {}
-            group = []
+            group, count = [], 0
     if group:
         yield group, {}

@@ -27,6 +27,7 @@ from ..algorithms.calibration.loop import parse_bytes
 from ..algorithms.calibration.mapped_tensors import map_weights_, mapped_copies
 from ..algorithms.calibration.shared_work import SharedWork
 from ..algorithms.recipe import Recipe
+from ..algorithms.rewrites.quarot import ROWS
 from ..algorithms.solve import Solved
 from ..algorithms.tuners.distill import Learner
 from ..core.tensor import AffineQuantizedTensor
@@ -149,11 +150,14 @@ class FilesPipeline(Pipeline):
         """Raises PlanError if a rewrite or the training of a block takes more than max_memory."""
         if self.max_memory is None:
             return
-        sizes = {name: p.numel() for name, p in self.model.named_parameters() if p.ndim > 1}
+        matrices = {name: p for name, p in self.model.named_parameters() if p.ndim > 1}
+        sizes = {name: p.numel() for name, p in matrices.items()}
         needs: list[tuple[Any, str, int]] = []
         if recipe.rewrites and sizes:
-            name = max(sizes, key=sizes.__getitem__)
-            needs.append((recipe.rewrites[0], name, 4 * REWRITTEN * sizes[name]))
+            # Planned weights take no more than while they are solved; of others some rows at a time are changed
+            parts = {name: sizes[name] // len(p) * min(len(p), ROWS) for name, p in matrices.items()}
+            name = max(parts, key=parts.__getitem__)
+            needs.append((recipe.rewrites[0], name, 4 * REWRITTEN * parts[name]))
         trained = [one for one in recipe.tuners if isinstance(one, Learner)]
         if trained:
             blocks: dict[str, int] = {}

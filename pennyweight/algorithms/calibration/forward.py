@@ -34,7 +34,8 @@ def products_in_float32(parameters: Iterable[Tensor]) -> AbstractContextManager[
     instructions for are computed in float32 and rounded once, gradients too. Tensors on other devices and quantized
     ones are not concerned, nor are few rows."""
     slow = slow_dtypes()
-    return _Float32Products(slow) if any(p.dtype in slow for p in parameters) else nullcontext()
+    concerned = any(p.dtype in slow and p.device.type == "cpu" for p in parameters)
+    return _Float32Products(slow) if concerned else nullcontext()
 
 
 @lru_cache(maxsize=1)
