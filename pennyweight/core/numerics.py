@@ -191,7 +191,7 @@ def zero_point_steps(
 
     Multiplies by the reciprocal and rounds before adding the zero point, bit-identical to torchao.
     """
-    steps = rounding((x * _reciprocal(scale)).to(torch.promote_types(x.dtype, scale.dtype)))
+    steps = rounding((x * reciprocal(scale)).to(torch.promote_types(x.dtype, scale.dtype)))
     return steps if zero_point is None else steps + zero_point
 
 
@@ -200,12 +200,19 @@ def offset_steps(
     rounding: Callable[[Tensor], Tensor] = torch.round,
 ) -> Tensor:  # fmt: skip
     """round((x - offset) / scale + depth): steps above the first of span + 1 codes, unclamped."""
+    down, least, divisor = offset_terms(x.dtype, scale, offset, depth, span)
+    return rounding((x * down - least) / divisor)
+
+
+def offset_terms(
+    dtype: torch.dtype, scale: Tensor, offset: Tensor, depth: float, span: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(factor, least, divisor) of :func:`offset_steps` = round((x factor - least) / divisor), for x of ``dtype``."""
     # A block whose range overflows the dtype is scaled by a power of two; the factor 1 leaves others unchanged.
-    limit = torch.finfo(torch.promote_types(x.dtype, scale.dtype)).max
+    limit = torch.finfo(torch.promote_types(dtype, scale.dtype)).max
     down = 1 - 0.75 * (scale > limit / (4 * span)).to(scale.dtype)
     scale = scale * down
-    least = offset * down - scale * depth
-    return rounding((x * down - least) / torch.where(scale == 0, torch.inf, scale))
+    return down, offset * down - scale * depth, torch.where(scale == 0, torch.inf, scale)
 
 
 def scaled_values(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
@@ -227,16 +234,16 @@ def table_vectors(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
     return codebook.vectors(x, spec.format.dim) if x.ndim else x.reshape(1)
 
 
-def _reciprocal(scale: Tensor) -> Tensor:
+def reciprocal(scale: Tensor) -> Tensor:
     """1 / scale in its dtype, or 0 if that overflows: a (nearly) zero scale maps every value to zero.
 
     Returns float32 for float16, whose reciprocals overflow below 2**-16. The product of two float16 numbers is exact
     in float32, so rounding it gives the float16 product.
     """
-    reciprocal = 1.0 / scale
+    found = 1.0 / scale
     if scale.dtype is torch.float16:
-        reciprocal = torch.where(reciprocal.isfinite(), reciprocal.float(), 1.0 / scale.float())
-    return torch.where(reciprocal.isfinite(), reciprocal, 0.0)
+        found = torch.where(found.isfinite(), found.float(), 1.0 / scale.float())
+    return torch.where(found.isfinite(), found, 0.0)
 
 
 def stored_value(view: Tensor, spec: QuantSpec, p: Params, dtype: torch.dtype = torch.float32) -> Tensor:

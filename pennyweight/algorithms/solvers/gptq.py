@@ -101,14 +101,14 @@ def quantize_columns(
     for begin in range(0, k, COLUMNS_PER_BLOCK):
         end = min(begin + COLUMNS_PER_BLOCK, k)
         block, errors = w[begin:end], torch.empty(end - begin, w.shape[1], device=w.device, dtype=torch.float32)
-        inner = upper[begin:end, begin:end]
-        for j in range(end - begin):
-            wanted = block[j : j + 1]
-            c, v = ordered.nearest(wanted if kept is None else wanted * kept[begin + j], begin + j)
-            codes[begin + j], values[begin + j] = c[0], v[0]
-            errors[j] = (block[j] - v[0]) / inner[j, j]
+        inner, nearest = upper[begin:end, begin:end], ordered.rounder(begin, end)
+        diagonal = inner.diagonal().tolist()
+        for j, (wanted, error) in enumerate(zip(block.unbind(), errors.unbind(), strict=True)):
+            c, v = nearest(j, wanted if kept is None else wanted * kept[begin + j])
+            codes[begin + j], values[begin + j] = c, v
+            torch.sub(wanted, v, out=error).div_(diagonal[j])
             if j + 1 < end - begin:
-                block[j + 1 :].addr_(inner[j, j + 1 :], errors[j], alpha=-1)
+                block[j + 1 :].addr_(inner[j, j + 1 :], error, alpha=-1)
         if end < k:
             w[end:].addmm_(upper[begin:end, end:].t(), errors, alpha=-1)
     back = torch.argsort(order)

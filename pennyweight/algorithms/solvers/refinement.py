@@ -117,16 +117,15 @@ def coordinate_descent(
     for begin in range(0, k, _COLUMNS):
         end = min(begin + _COLUMNS, k)
         moved = torch.zeros(end - begin, w.shape[1], device=w.device, dtype=torch.float32)
-        here = pull[begin:end].clone()
-        for j in range(end - begin):
-            h = diagonal[begin + j]
+        here, nearest = pull[begin:end].clone(), grid.rounder(begin, end)
+        for j, h in enumerate(diagonal[begin:end].tolist()):
             if not h > 0:
                 continue
             wanted = v[begin + j] + here[j] / h
             wanted = wanted if keep is None else wanted * keep[:, begin + j]
-            c, new = grid.nearest(wanted.unsqueeze(0), begin + j)
-            moved[j] = new[0] - v[begin + j]
-            v[begin + j], codes[begin + j] = new[0], c[0]
+            c, new = nearest(j, wanted)
+            moved[j] = new - v[begin + j]
+            v[begin + j], codes[begin + j] = new, c
             here.addr_(hessian[begin:end, begin + j], moved[j], alpha=-1)
         pull.addmm_(hessian[:, begin:end], moved, alpha=-1)
     return codes.t().contiguous(), v.t().contiguous()
