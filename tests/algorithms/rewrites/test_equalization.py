@@ -30,6 +30,24 @@ def test_a_decoder_has_four_couples_a_layer_and_its_head(family: str) -> None:
     assert found["model.norm"] == {"lm_head.weight"}
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.bfloat16) for name in ("Llama", "Phi3", "gpt2", "gelu", "relu")]
+    + [(name, torch.float16) for name in ("Llama", "gpt2", "gelu", "relu")],
+)
+def test_a_model_in_16_bits_has_the_pairs_of_one_in_32(name: str, dtype: torch.dtype) -> None:
+    def model() -> nn.Module:
+        if name in ("gelu", "relu"):
+            return models.shaken_mlp(nn.GELU() if name == "gelu" else nn.ReLU())
+        return models.gpt2() if name == "gpt2" else models.decoder(name)
+
+    batch: Any = 9 * torch.randn(20, 16) if name in ("gelu", "relu") else models.ids()[0]
+    found = pairs(model(), batch)
+    assert bool(found) is (name != "gelu")
+    batch = batch.to(dtype) if isinstance(batch, Tensor) and batch.is_floating_point() else batch
+    assert pairs(model().to(dtype), batch) == found
+
+
 def test_fused_projections_are_seen_by_their_last_rows() -> None:
     found = {c.writer.name: c for c in find_pairs(models.decoder("Phi3"), models.ids()[0]).pairs}
     values, gated = (found[f"model.layers.0.{n}"].writer for n in ("self_attn.qkv_proj", "mlp.gate_up_proj"))
