@@ -212,6 +212,7 @@ def _transform(module: nn.Module, config: Any, parameter_name: str | None = None
 
 for _config in _CLASSES:
     register_quantize_module_handler(_config)(_transform)
-torch.serialization.add_safe_globals(
-    [*_CLASSES, *_CLASSES.values(), KernelPreference, MoEScalingType, ScaleCalculationMode]
-)
+_ENUMS: list[Any] = [KernelPreference, MoEScalingType, ScaleCalculationMode]
+for _enum in _ENUMS:  # Python 3.11.0 to 3.11.3 pickle a member by getattr, which torch.load does not allow
+    _enum.__reduce_ex__ = lambda member, protocol: (type(member), (member.value,))
+torch.serialization.add_safe_globals([*_CLASSES, *_CLASSES.values(), *_ENUMS])
