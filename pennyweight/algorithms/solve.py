@@ -17,8 +17,7 @@ from ..distributed.dtensor import full_tensor
 from ..planning.plan import PlanRow
 from ..planning.scheme import Scheme
 from .base import ALGORITHMS, Solution, Solver, Task, as_matrix, flat_spec, unflatten
-from .calibration.loop import CalibrationLoop, CollectedStatistics
-from .calibration.shared_work import SharedWork
+from .calibration.loop import CalibrationLoop, CollectedStatistics, SharedWork
 from .solvers.kmeans import learner
 from .solvers.rtn import Nearest, quantize_weight, static_parts
 from .sparsify import prune
@@ -133,6 +132,7 @@ def stages(
             for name in names:
                 left.pop(name)
             yield list(names), seen
+            del seen  # before those of the next block are collected
     group, count = [], 0
     for name in left:
         group.append(name)

@@ -32,7 +32,7 @@ from ..planning.plan import PlanRow
 from .base import Solver
 from .calibration.batches import Batches, held_out
 from .calibration.block_order import inference_mode
-from .calibration.forward import run_batch
+from .calibration.float32_products import run_batch
 from .calibration.input_hooks import COMPOSITE, LOOKUPS, READERS
 from .calibration.loop import HELD_OUT, CollectedStatistics
 from .solve import Solved, solve

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -33,11 +34,9 @@ def write_calibrated(
     or folders, PlanError, CheckpointError, OSError; out_dir is then unchanged except for the state to resume from.
     """
     from ..algorithms import search
-    from ..io import save
-    from ..io.calibrated_streaming import kept_state, quantize_mapped
-    from ..io.config_files import copy_side_files, is_tied, quantization_config
+    from ..io.calibrated_streaming import kept_state, quantize_mapped, write_folder
+    from ..io.config_files import is_tied, quantization_config
     from ..io.meta_model import load_tokenizer
-    from ..io.replace_checkpoint import replacing
     from ..io.resumable_write import RankGroup
     from ..planning.configs.files import write_config
     from ..quantize import quantize_
@@ -67,21 +66,14 @@ def write_calibrated(
         "dry_run": dry_run, "progress": progress, "for_": engine,
     }  # fmt: skip
     team = RankGroup(out_dir, ranks)
-
-    def write() -> None:
-        with replacing(out_dir) as folder:
-            save(model, folder, max_shard_bytes=max_shard_bytes)
-            untied = tied and not is_tied(model)
-            copy_side_files(model_dir, folder, quantization_config(chosen, skip or None), untied=untied)
-            if finish is not None:
-                finish(folder, report)
-
-    with team.together(), kept_state(out_dir, None if dry_run else resume, team) as state:
+    with team.share_errors(), kept_state(out_dir, None if dry_run else resume, team) as state:
         if max_memory:
             report = quantize_mapped(model, chosen, state, max_memory, team=team, **how)
         else:
             report = quantize_(model, chosen, resume=state, **how)
         if not dry_run:
+            method, card = quantization_config(chosen, skip or None), finish and partial(finish, report=report)
+            write = partial(write_folder, model, model_dir, out_dir, method, max_shard_bytes, tied=tied, finish=card)
             team.first(write)
             del model, write  # some systems do not remove files that are mapped
     return report

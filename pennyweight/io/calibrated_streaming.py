@@ -14,18 +14,17 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..algorithms.calibration.journal import Journal
-from ..algorithms.calibration.loop import parse_bytes
-from ..algorithms.calibration.mapped_tensors import map_weights_, mapped_copies
-from ..algorithms.calibration.shared_work import SharedWork
+from ..algorithms.calibration.disk_offload import offload_to, offload_weights_
+from ..algorithms.calibration.journal import KEY, PREFIX, Journal
+from ..algorithms.calibration.loop import SharedWork, parse_bytes
 from ..algorithms.recipe import Recipe
 from ..algorithms.rewrites.quarot import ROWS
 from ..algorithms.solve import Solved
@@ -40,6 +39,7 @@ from ..planning.plan import Plan, PlanRow
 from ..planning.quantize_report import Report, Row, size
 from ..quantize.pipeline import Options, Pipeline
 from ..support.progress import Progress
+from .atomic_write import folder_lock
 from .config_files import copy_side_files, is_tied, quantization_config
 from .detect_format import open as open_any
 from .file import CheckpointError
@@ -112,7 +112,7 @@ class FilesPipeline(Pipeline):
 
     def run(self) -> Report:
         try:
-            with mapped_copies(self.options.spill), all_reduce.same_data(), self.team.together():
+            with offload_to(self.options.spill), all_reduce.same_data(), self.team.share_errors():
                 return super().run()
         finally:
             for hook in self.hooks:
@@ -179,7 +179,7 @@ class FilesPipeline(Pipeline):
         """On a copy of the float weights in files. Raises PlanError if a model made from config.json would lack what a
         rewrite adds."""
         if recipe.rewrites and self.options.spill is not None:
-            map_weights_(self.model)
+            offload_weights_(self.model)
         before = _names(self.model)
         todo = super()._rewrite(todo, recipe, batches, notes)
         changed = sorted(_names(self.model) ^ before)
@@ -289,7 +289,7 @@ def quantize_with_data(
 ) -> Report:  # fmt: skip
     """:func:`pennyweight.quantize_checkpoint` with an algorithm."""
     team = RankGroup(dst, ranks)
-    with team.together():
+    with team.share_errors():
         team.first(lambda: _check_empty(dst))
         model = fresh_model(src)
         load(src, model)
@@ -300,18 +300,29 @@ def quantize_with_data(
                 on_indivisible=on_indivisible, dry_run=dry_run, progress=progress if team.rank == 0 else False,
                 for_=for_, team=team,
             )  # fmt: skip
-
-            def write() -> None:
-                with replacing(dst) as made:
-                    save(model, made, max_shard_bytes=max_shard_bytes)
-                    chosen, left_out, _ = resolve_arguments(config, skip, on_indivisible)
-                    method = quantization_config(chosen, None if callable(left_out) else left_out or None)
-                    copy_side_files(src, made, method, untied=tied and not is_tied(model))
-
             if not dry_run:
-                team.first(write)
-                del model, write  # some systems do not remove files that are mapped
+                chosen, left_out, _ = resolve_arguments(config, skip, on_indivisible)
+                method = quantization_config(chosen, None if callable(left_out) else left_out or None)
+                team.first(partial(write_folder, model, src, dst, method, max_shard_bytes, tied=tied))
+                del model  # some systems do not remove files that are mapped
     return report
+
+
+def write_folder(
+    model: nn.Module, src: str, dst: str, method: dict[str, Any], max_shard_bytes: int, *, tied: bool,
+    finish: Callable[[str], None] | None = None,
+) -> None:  # fmt: skip
+    """Write a model with the side files of the folder that it was read from, and put both in place of ``dst``.
+
+    method  the "quantization_config" of config.json
+    tied    :func:`is_tied` of the model before it was quantized: a rewrite may untie it
+    finish  called with the folder before it is put in place
+    """
+    with replacing(dst) as made:
+        save(model, made, max_shard_bytes=max_shard_bytes)
+        copy_side_files(src, made, method, untied=tied and not is_tied(model))
+        if finish is not None:
+            finish(made)
 
 
 def _check_empty(dst: str) -> None:
@@ -333,29 +344,33 @@ def kept_state(out_dir: str, resume: bool | None, team: RankGroup | None = None)
         return
     team = team or RankGroup(out_dir, False)
     folder = os.path.join(out_dir, STATE)
-    made = team.first(lambda: _begin(out_dir, folder, resume))
-    try:
-        yield folder
-    except BaseException:
-        if team.rank:
+    with ExitStack() as lock:
+        made = team.first(lambda: _begin(out_dir, folder, resume, lock))
+        try:
+            yield folder
+        except BaseException:
+            if team.rank:
+                raise
+            finished = os.path.isdir(folder) and any(name.startswith(PREFIX) for name in os.listdir(folder))
+            if os.path.isdir(folder) and not finished:
+                shutil.rmtree(folder)
+                if made:
+                    os.rmdir(out_dir)
             raise
-        finished = os.path.isdir(folder) and any(name.startswith("solved-") for name in os.listdir(folder))
-        if os.path.isdir(folder) and not finished:
+        team.step(lambda: None)  # until no rank uses it
+        if team.rank == 0 and os.path.isdir(folder):
             shutil.rmtree(folder)
-            if made:
-                os.rmdir(out_dir)
-        raise
-    team.step(lambda: None)  # until no rank uses it
-    if team.rank == 0 and os.path.isdir(folder):
-        shutil.rmtree(folder)
 
 
-def _begin(out_dir: str, folder: str, resume: bool) -> bool:
-    """Whether the run makes out_dir. Removes what only an interrupted run of several ranks leaves: hidden states."""
+def _begin(out_dir: str, folder: str, resume: bool, lock: ExitStack) -> bool:
+    """Whether the run makes out_dir. Locks the folder against another run, and removes what a killed one left there but
+    cannot use: hidden states and unfinished files; without ``resume`` all."""
     made = not os.path.isdir(out_dir)
-    if not resume and os.path.isdir(folder):
-        shutil.rmtree(folder)
     os.makedirs(folder, exist_ok=True)
-    for hidden in Path(folder).glob("hidden-*"):
-        shutil.rmtree(hidden)
+    lock.enter_context(folder_lock(folder, patience=0))
+    for entry in Path(folder).iterdir():
+        finished = entry.name == KEY or (entry.name.startswith(PREFIX) and entry.suffix != ".part")
+        if resume and finished:
+            continue
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     return made

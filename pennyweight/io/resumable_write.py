@@ -88,7 +88,7 @@ class RankGroup:
         return self.step(lambda: work() if self.rank == 0 else None)[0]
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def share_errors(self) -> Iterator[None]:
         """Tell the other ranks of an error outside of a step, which they wait in. Reraises it."""
         try:
             yield

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from ..algorithms import recipe as recipes
 from ..algorithms.calibration.batches import Batches, read
 from ..algorithms.calibration.journal import Journal
-from ..algorithms.calibration.loop import CollectedStatistics, parse_bytes
-from ..algorithms.calibration.shared_work import SharedWork
+from ..algorithms.calibration.loop import CollectedStatistics, SharedWork, parse_bytes
 from ..algorithms.solve import Solved, solve, stages
 from ..algorithms.tied_weights import solve_in_model
 from ..core.model_arguments import ReturnedInPlaceOfModel, check_arguments
@@ -344,6 +343,7 @@ class Pipeline:
             own = share.weights([name for name in names if name not in known])
             for name in own:
                 finish(name, seen.get(name))
+            del seen  # before the statistics of the next block are collected
             if journal is not None:
                 journal.flush()
             for name in names:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import pennyweight as pw
-from pennyweight.algorithms.calibration import mapped_tensors
+from pennyweight.algorithms.calibration import disk_offload
+from pennyweight.io.atomic_write import folder_lock
 from pennyweight.io.calibrated_streaming import STATE, quantize_mapped
 from pennyweight.io.meta_model import fresh_model
 from pennyweight.planning.config_resolution import PlanError
@@ -23,7 +24,9 @@ CONFIG = pw.Int4WeightOnlyConfig(group_size=32)
 
 def batches() -> list[dict[str, torch.Tensor]]:
     torch.manual_seed(1)
-    return [{"input_ids": torch.randint(128, (2, 24)), "attention_mask": torch.ones(2, 24, dtype=torch.long)}] * 2
+    mask = torch.ones(2, 36, dtype=torch.long)
+    mask[0, :5] = 0  # a shorter text
+    return [{"input_ids": torch.randint(128, (2, 36)), "attention_mask": mask}] * 2
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +107,7 @@ DOES = {  # what the report says of the model with outliers
 def test_the_result_is_that_in_memory(
     kind: str, algorithm: Any, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped_tensors, "SMALL", 1 << 10)  # the weights of these models are small
+    monkeypatch.setattr(disk_offload, "SMALL", 1 << 10)  # the weights of these models are small
     name, algorithm = algorithm, RECIPES[algorithm]
     want = in_memory(folders[kind], tmp_path / "memory", algorithm)
     report = pw.quantize_checkpoint(
@@ -115,8 +118,8 @@ def test_the_result_is_that_in_memory(
         (r.name, r.sqnr, r.error, r.note) for r in want.rows
     ]
     assert want.notes == report.notes
-    if kind == "outliers":
-        assert DOES.get(name, "") in " ".join([*report.notes, *(row.note for row in report.rows)])
+    if kind == "outliers" and name in DOES:
+        assert DOES[name] in " ".join([*report.notes, *(row.note for row in report.rows)])
     assert not (tmp_path / "files" / STATE).exists()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "files")
     assert loaded(**batches()[0]).logits.isfinite().all()
@@ -176,6 +179,26 @@ def test_killed_and_resumed(folders: dict[str, Path], tmp_path: Path) -> None:
     pw.quantize_checkpoint(folders["llama"], out, CONFIG, calibration=batches(), algorithm="gptq")
     assert_same(out, want)
     assert sorted(os.listdir(out)) == sorted(os.listdir(want))
+
+
+def test_a_second_run_waits_for_none_and_leftovers_go(folders: dict[str, Path], tmp_path: Path) -> None:
+    state = tmp_path / STATE
+    state.mkdir()
+    with folder_lock(str(state)), pytest.raises(pw.CheckpointError, match="another process is writing there"):
+        pw.quantize_checkpoint(folders["llama"], tmp_path, CONFIG, calibration=batches(), algorithm="nearest")
+    (state / "tmp-of-hidden-states").mkdir()
+    (state / "mapped-0").write_bytes(b"what a killed run left")
+    (state / "solved-00000.safetensors.part").write_bytes(b"half")
+    seen: set[str] = set()
+
+    def look(done: int, total: int, name: str) -> None:
+        seen.update(os.listdir(state))
+
+    pw.quantize_checkpoint(
+        folders["llama"], tmp_path, CONFIG, calibration=batches(), algorithm="nearest", progress=look
+    )
+    assert seen == {"calibration.json"}
+    assert not state.exists()
 
 
 def test_another_run_of_the_folder_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:

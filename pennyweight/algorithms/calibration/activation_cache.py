@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from .block_order import hidden_argument, output_tensor
-from .forward import products_in_float32, run_batch
-from .mapped_tensors import stored
+from .disk_offload import offloaded
+from .float32_products import products_in_float32, run_batch
 
 Rest = Callable[[int, int], tuple[Any, dict[str, Any]]]  # (batch, block) -> further arguments
 _BY_NAME = "pennyweight: hidden states by name"
@@ -32,7 +32,7 @@ class ActivationCache:
         if self.own is not None and i not in self.own:
             return
         if self.folder is None:
-            self.kept[i] = stored(x)
+            self.kept[i] = offloaded(x)
         else:
             torch.save(x, self.folder / f"{self.name}-{i}.pt")
 
@@ -78,7 +78,7 @@ def capture_block_inputs(
         shared = shared and all(_same(calls[0], c) for c in calls)
         if shared:
             del calls[1:]
-        calls[:] = tree_map_only(Tensor, stored, calls)  # masks and rotary tables of all batches take memory too
+        calls[:] = tree_map_only(Tensor, offloaded, calls)  # masks and rotary tables of all batches take memory too
     return lambda i, b: kept[i][b if len(kept[i]) > 1 else 0]
 
 

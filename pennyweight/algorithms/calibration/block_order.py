@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...planning.run_batch import token_mask
-from .forward import run_batch
+from .float32_products import run_batch
 from .input_hooks import InputHooks
 
 

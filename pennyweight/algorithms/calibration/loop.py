@@ -3,8 +3,9 @@ before it."""
 
 from __future__ import annotations
 
+import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,8 @@ from ...support.progress import step
 from .activation_cache import ActivationCache, Rest, advance_block, capture_block_inputs, run_block
 from .batches import Batches, held_out
 from .block_order import CalibrationSegment, calibration_segments, inference_mode
-from .forward import run_batch
+from .float32_products import run_batch
 from .input_hooks import InputHooks, require_finite
-from .shared_work import SharedWork
 from .statistics import STATISTICS, State, Statistic
 
 HELD_OUT = 0.125  # fraction of the data that compares candidates of weights that are multiplied and looked up
@@ -44,6 +44,42 @@ class CollectedStatistics:
 
 
 Stage = tuple[list[str], dict[str, CollectedStatistics]]
+
+
+@dataclass(frozen=True)
+class SharedWork:
+    """How ranks that all have the same data share a calibration: each collects and solves some weights of a block, and
+    computes the hidden states of some batches. Results do not depend on the number of ranks. The default is one process
+    that does everything.
+
+    cost      of solving a weight, by name: the largest go first, each to the rank that has least to do
+    together  names of weights whose solution depends on the order in a block; one rank solves all of that block
+    wait      returns when every rank has called it, and raises if one has failed
+    """
+
+    rank: int = 0
+    size: int = 1
+    cost: Mapping[str, float] = field(default_factory=dict)
+    together: Set[str] = frozenset()
+    wait: Callable[[], object] = lambda: None
+
+    def batches(self, count: int) -> range:
+        """Indices of the batches whose hidden states this rank computes."""
+        return range(self.rank, count, self.size)
+
+    def weights(self, names: Sequence[str]) -> list[str]:
+        """The names that this rank solves, in their order."""
+        if self.size == 1:
+            return list(names)
+        if self.together.intersection(names):
+            return list(names) if self.rank == 0 else []
+        load, mine = [0.0] * self.size, set()
+        for name in sorted(names, key=lambda n: (-self.cost.get(n, 0.0), n)):
+            rank = min(range(self.size), key=load.__getitem__)
+            load[rank] += self.cost.get(name, 0.0)
+            if rank == self.rank:
+                mine.add(name)
+        return [name for name in names if name in mine]
 
 
 class CalibrationLoop:
@@ -129,9 +165,11 @@ class CalibrationLoop:
                     self.share.wait()  # until no rank reads the states that are replaced
                     advance_block(hidden, own, b, block, rest)
                     self.share.wait()
+            if several and self.share.rank == 0 and hidden.folder is not None:  # the last block has been collected
+                shutil.rmtree(hidden.folder)
 
     def _shared_folder(self, segment: CalibrationSegment) -> Path:
-        """For hidden states that ranks read from each other; the caller removes the spill folder."""
+        """For hidden states that ranks read from each other."""
         assert self.spill is not None
         folder = Path(self.spill) / f"hidden-{segment.blocks[0][0]}"
         folder.mkdir(exist_ok=True)

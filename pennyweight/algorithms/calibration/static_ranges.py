@@ -36,7 +36,7 @@ from ...support.arguments import check_number, did_you_mean, show
 from ...support.progress import Progress, step
 from .batches import each
 from .block_order import inference_mode
-from .forward import run_batch
+from .float32_products import run_batch
 from .input_hooks import InputHooks, require_finite
 from .statistics import HISTOGRAM, Bins, State, bins
 

@@ -85,7 +85,7 @@ def _add_products(total: Tensor, x: Tensor) -> Tensor:
     return total
 
 
-def _symmetric(total: Tensor) -> Tensor:
+def _mirrored(total: Tensor) -> Tensor:
     """What :func:`_add_products` left out, by symmetry."""
     for begin in range(COLUMNS, total.shape[2], COLUMNS):
         rows = slice(begin, begin + COLUMNS)
@@ -100,7 +100,7 @@ HESSIAN = register_statistic(
         _square,
         lambda s, x: (_add_products(s[0], x), s[1] + x.shape[1]),
         _sum,
-        lambda s: _symmetric(_mean(s)),
+        lambda s: _mirrored(_mean(s)),
     )
 )
 DRIFT = register_statistic(

@@ -25,7 +25,7 @@ from ...support.progress import Callback, Progress, step
 from .. import recipe as recipes
 from ..calibration.batches import read
 from ..calibration.block_order import inference_mode
-from ..calibration.forward import run_batch
+from ..calibration.float32_products import run_batch
 from ..solve import stages
 from ..tied_weights import solve_in_model
 from ..tuners import losses

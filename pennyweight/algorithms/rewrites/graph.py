@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...core.tensor import AffineQuantizedTensor
 from ..calibration.block_order import inference_mode
-from ..calibration.forward import run_batch
+from ..calibration.float32_products import run_batch
 from ..calibration.input_hooks import COMPOSITE, READERS, read_linear
 
 CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d}

@@ -7,6 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ...core.hadamard import sylvester
+
 
 @lru_cache(maxsize=64)
 def hadamard(n: int) -> Tensor | None:
@@ -17,12 +19,12 @@ def hadamard(n: int) -> Tensor | None:
     """
     if not has_hadamard(n):
         return None
-    if n in (1, 2):
-        return _two()[:n, :n].contiguous()
+    if n & (n - 1) == 0:
+        return sylvester(n).to(torch.int8)
     if has_hadamard(n // 2):
         half = hadamard(n // 2)
         assert half is not None
-        return torch.kron(_two(), half)
+        return torch.kron(hadamard(2), half)  # type: ignore[arg-type]
     if _is_prime(n - 1):
         core = torch.ones(n, n, dtype=torch.int8, device="cpu")
         core[1:, 1:] = _jacobsthal(n - 1) - torch.eye(n - 1, dtype=torch.int8, device="cpu")
@@ -35,7 +37,7 @@ def hadamard(n: int) -> Tensor | None:
     s[1:, 1:] = _jacobsthal(q)
     eye = torch.eye(q + 1, dtype=torch.int8, device="cpu")
     return _checked(
-        torch.kron(s, _two()) + torch.kron(eye, torch.tensor([[1, -1], [-1, -1]], dtype=torch.int8, device="cpu"))
+        torch.kron(s, hadamard(2)) + torch.kron(eye, torch.tensor([[1, -1], [-1, -1]], dtype=torch.int8, device="cpu"))
     )
 
 
@@ -98,10 +100,6 @@ def householder(n: int) -> Tensor:
     u = torch.full((n,), n**-0.5, dtype=torch.float64, device="cpu")
     u[0] -= 1
     return torch.eye(n, dtype=torch.float64, device="cpu") - 2 * torch.outer(u, u) / u.dot(u)
-
-
-def _two() -> Tensor:
-    return torch.tensor([[1, 1], [1, -1]], dtype=torch.int8, device="cpu")
 
 
 def _is_prime(n: int) -> bool:

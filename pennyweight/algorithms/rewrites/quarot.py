@@ -14,7 +14,7 @@ from ...planning.config_resolution import PlanError
 from ...planning.scheme import Scheme
 from ..base import Rewrite, register
 from ..calibration.batches import Batches, held_out, read
-from ..calibration.mapped_tensors import copy_of
+from ..calibration.disk_offload import copy_of
 from .equalization import EqualizationPair, LinearRows, NormWeight, find_pairs, shared_readers
 from .graph import Matrix, trace
 from .hadamard import mean_preserving_rotation, rotation

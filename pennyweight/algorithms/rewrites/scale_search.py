@@ -18,9 +18,9 @@ from ...planning.scheme import Scheme
 from ..base import Rewrite
 from ..calibration.batches import Batches, held_out, read
 from ..calibration.block_order import inference_mode
-from ..calibration.forward import run_batch
+from ..calibration.disk_offload import empty
+from ..calibration.float32_products import run_batch
 from ..calibration.input_hooks import InputHooks, require_finite
-from ..calibration.mapped_tensors import empty
 from .equalization import EqualizationPair, find_pairs
 from .graph import Matrix
 from .verify_rewrite import HeldOutCheck, SavedTensors, float_outputs, probe_batch, relative_difference, tolerance

@@ -17,7 +17,7 @@ from ...distributed import all_reduce
 from ...kernels.activation import quantize_activation
 from ...planning.scheme import Scheme
 from ..calibration.block_order import inference_mode
-from ..calibration.forward import products_in_float32, run_batch
+from ..calibration.float32_products import products_in_float32, run_batch
 from ..tuners import losses
 from ..tuners.distill import batch_arguments, shuffled_forever
 from .hadamard import householder

@@ -20,8 +20,8 @@ from ...planning.parameters import Place, Site, make_site, places
 from ...planning.run_batch import token_mask
 from ...planning.scheme import Scheme
 from ..calibration.block_order import inference_mode
-from ..calibration.forward import run_batch
-from ..calibration.mapped_tensors import copy_of, stored
+from ..calibration.disk_offload import copy_of, offloaded
+from ..calibration.float32_products import run_batch
 from ..solvers.rtn import quantize_weight
 from ..tuners import losses
 
@@ -184,7 +184,7 @@ class HeldOutCheck:
         x = x.dequantize() if isinstance(x, AffineQuantizedTensor) else x
         x = x.transpose(-2, -1) if site.transposed else x
         made = quantize_weight(x, scheme, place.name, _layout(site, scheme))[0]
-        made = stored(made.transpose(-2, -1) if site.transposed else made)  # type: ignore[assignment]
+        made = offloaded(made.transpose(-2, -1) if site.transposed else made)  # type: ignore[assignment]
         self.rounded[id(w)] = w, made
         return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -37,38 +38,34 @@ class QParamGrid(NamedTuple):
     def rounder(self, start: int, end: int) -> Rounder:
         """:meth:`nearest` of one column w [N] after another of those in [start, end): (its number from ``start`` on, w)
         -> (codes as numbers, values) [N]. The same results, with what depends on the parameters alone computed once."""
-        f, part = self.spec.format, Params(*(None if p is None else p[start:end] for p in self.columns))
+        f, mid = self.spec.format, self.spec.mid
+        part = Params(*(None if p is None else p[start:end] for p in self.columns))
         if f.kind != "int" or part.scale is None or part.scale.dtype is torch.float64:
-            return lambda j, w: tuple(t[0] for t in self.nearest(w.unsqueeze(0), start + j))  # type: ignore[return-value]
-        zero = None if part.zero_point is None else part.zero_point
-        shift = self.spec.mid if part.offset is None else f.lo
-        down, least, divisor, factor = None, None, None, None
-        if part.offset is None:
-            factor = reciprocal(part.scale).unbind()
+            return partial(self._nearest_alone, start)
+        scales, offsets, zeros = part.scale.float(), part.offset, part.zero_point
+        if offsets is None:
+            factor, shift = reciprocal(part.scale), mid
         else:
-            terms = offset_terms(torch.float32, part.scale, part.offset, self.spec.mid - f.lo, f.hi - f.lo)
-            down = None if bool((terms[0] == 1).all()) else terms[0].unbind()
-            least, divisor = terms[1].unbind(), terms[2].unbind()
-        scales = part.scale.float().unbind()
-        offsets = None if part.offset is None else part.offset.float().unbind()
-        zeros = None if zero is None else zero.unbind()
-        zeros_float = None if zero is None else zero.float().unbind()
+            factor, least, divisor = offset_terms(torch.float32, part.scale, offsets, mid - f.lo, f.hi - f.lo)
+            offsets, shift = offsets.float(), f.lo
 
         def nearest(j: int, w: Tensor) -> tuple[Tensor, Tensor]:
-            if factor is not None:
-                code = torch.mul(w, factor[j]).round_()
-                code = code if zeros is None else code.add_(zeros[j])
-            else:
-                assert least is not None
-                assert divisor is not None
-                code = torch.sub(w if down is None else w * down[j], least[j]).div_(divisor[j]).round_()
+            code = w * factor[j]
+            if offsets is not None:
+                code.sub_(least[j]).div_(divisor[j])
+            code.round_()
+            if zeros is not None:
+                code.add_(zeros[j])
             code = (code.add_(shift) if shift else code).clamp_(f.lo, f.hi)
-            value = code - self.spec.mid if self.spec.mid else code
-            value = value if zeros_float is None else value - zeros_float[j]
-            value = value * scales[j]
+            value = code - mid if mid else code
+            value = (value if zeros is None else value - zeros[j].float()) * scales[j]
             return code, value if offsets is None else value.add_(offsets[j])
 
         return nearest
+
+    def _nearest_alone(self, start: int, j: int, w: Tensor) -> tuple[Tensor, Tensor]:
+        codes, values = self.nearest(w.unsqueeze(0), start + j)
+        return codes[0], values[0]
 
     def values(self, codes: Tensor) -> Tensor:
         """Dequantized codes [N, K]."""

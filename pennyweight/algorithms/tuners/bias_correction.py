@@ -17,7 +17,7 @@ from ...planning.run_batch import token_mask
 from ..base import Tuner, register
 from ..calibration.batches import read
 from ..calibration.block_order import inference_mode
-from ..calibration.forward import run_batch
+from ..calibration.float32_products import run_batch
 
 
 @register("bias")

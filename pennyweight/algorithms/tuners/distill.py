@@ -17,7 +17,7 @@ from ...planning.scheme import Scheme
 from ..base import Tuner, register
 from ..calibration.batches import read
 from ..calibration.block_order import inference_mode
-from ..calibration.forward import products_in_float32, run_batch
+from ..calibration.float32_products import products_in_float32, run_batch
 from . import losses
 from .trainable_qparams import Trainable, trainable_parameters
 

@@ -14,8 +14,8 @@ from ...planning.run_batch import token_mask
 from ...support.arguments import did_you_mean
 from ..calibration.batches import held_out_indices
 from ..calibration.block_order import inference_mode
-from ..calibration.forward import run_batch
-from ..calibration.mapped_tensors import stored
+from ..calibration.disk_offload import offloaded
+from ..calibration.float32_products import run_batch
 
 Divergence = Callable[[Any, Any, Any], Tensor]  # (reference output, output, batch) -> scalar
 
@@ -69,7 +69,7 @@ def references(model: nn.Module, batches: Sequence[Any]) -> list[Any]:
     """The model's output for each batch, reduced to the compared tensor. Raises ValueError for NaN or inf, because no
     distance to them is defined."""
     with inference_mode(model):
-        return [stored(finite(compared_tensor(run_batch(model, batch)), model, batch)) for batch in batches]
+        return [offloaded(finite(compared_tensor(run_batch(model, batch)), model, batch)) for batch in batches]
 
 
 def finite(output: Tensor, model: nn.Module, batch: Any) -> Tensor:

@@ -12,7 +12,7 @@ from ...core.numerics import part_value, stored_value, to_stored, unpermute_last
 from ...core.qparams import Params
 from ...core.tensor import AffineQuantizedTensor
 from ...planning.parameters import Place, places
-from ..calibration.mapped_tensors import stored
+from ..calibration.disk_offload import offloaded
 
 SHARES = (0.45, 0.3, 0.15, 0.0)
 
@@ -120,7 +120,7 @@ class TrainableWeight:
             parts = parts._replace(offset=params.offset.to(parts.offset.dtype))
         if self.codes:
             parts = parts._replace(codes=self.spec.format.encode(self._latent()).reshape(parts.codes.shape))
-        self._put(stored(self.plain.with_(parts=parts).to_layout(self.w.spec.layout)))  # type: ignore[arg-type]
+        self._put(offloaded(self.plain.with_(parts=parts).to_layout(self.w.spec.layout)))  # type: ignore[arg-type]
 
     def restore(self) -> None:
         self._put(self.w)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pennyweight.algorithms.calibration.shared_work import SharedWork
+from pennyweight.algorithms.calibration.loop import SharedWork
 
 NAMES = st.lists(st.sampled_from("abcdefghij"), unique=True, max_size=10)
 

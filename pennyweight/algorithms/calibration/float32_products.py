@@ -62,10 +62,14 @@ class _Float32Products(TorchDispatchMode):
         kwargs = kwargs or {}
         if func not in _PRODUCTS or types:
             return func(*args, **kwargs)
-        given = [x for x in args if isinstance(x, Tensor)]
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]  # a mask is in kwargs
         dtype = given[0].dtype
         rows = min(x.numel() // max(1, x.shape[-1]) for x in given if x.ndim > 1)
         if dtype not in self.dtypes or rows < ROWS or any(x.device.type != "cpu" or x.dtype != dtype for x in given):
             return func(*args, **kwargs)  # also what torch refuses
-        out = func(*(x.float() if isinstance(x, Tensor) else x for x in args), **kwargs)
+        out = func(*map(_wide, args), **{name: _wide(x) for name, x in kwargs.items()})
         return out.to(dtype) if isinstance(out, Tensor) else (out[0].to(dtype), *out[1:])
+
+
+def _wide(x: Any) -> Any:
+    return x.float() if isinstance(x, Tensor) else x

@@ -1,4 +1,4 @@
-"""Tensors in memory-mapped temporary files: for weights, and copies of weights, that do not fit into memory."""
+"""Offloads weights, copies of weights and activations that do not fit into memory to memory-mapped temporary files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from ...core.tensor import AffineQuantizedTensor
 
 SMALL = 1 << 16  # bytes: a smaller tensor stays in memory, because every file takes pages and an entry of the kernel
-_FOLDER: ContextVar[Path | None] = ContextVar("folder of mapped tensors", default=None)
+_FOLDER: ContextVar[Path | None] = ContextVar("folder of offloaded tensors", default=None)
 
 
 @contextmanager
-def mapped_copies(folder: str | Path | None) -> Iterator[None]:
+def offload_to(folder: str | Path | None) -> Iterator[None]:
     """Inside, the functions below keep tensors in files in ``folder``; None: in memory."""
     token = _FOLDER.set(None if folder is None else Path(folder))
     try:
@@ -35,24 +35,28 @@ def copy_of(t: Tensor) -> Tensor:
     return empty(tuple(t.shape), t.dtype, t.device).copy_(t) if t.is_contiguous() else t.clone()
 
 
-def stored(t: Tensor) -> Tensor:
-    """The tensor itself, which stays in memory; within :func:`mapped_copies` a copy in files, of a quantized tensor one
-    of each part."""
-    if _FOLDER.get() is None:
-        return t
-    return t.with_(parts=t.parts.map(stored)) if isinstance(t, AffineQuantizedTensor) else copy_of(t)
+def offloaded(t: Tensor) -> Tensor:
+    """The tensor itself, or within :func:`offload_to` a copy in a file, if it is on the CPU and not small; each part of
+    a quantized one."""
+    if isinstance(t, AffineQuantizedTensor):
+        return t.with_(parts=t.parts.map(offloaded)) if _FOLDER.get() is not None else t
+    return copy_of(t) if _folder_for(t.nbytes, t.device) is not None else t
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor without values: in a file within :func:`mapped_copies`, if it is on the CPU and not small."""
-    folder = _FOLDER.get()
-    out = torch.empty(shape, dtype=dtype, device="meta")
-    if folder is None or device.type != "cpu" or out.nbytes < SMALL:
+    """A tensor without values: in a file within :func:`offload_to`, if it is on the CPU and not small."""
+    count = torch.empty(shape, dtype=dtype, device="meta").nbytes
+    folder = _folder_for(count, device)
+    if folder is None:
         return torch.empty(shape, dtype=dtype, device=device)
-    return _mapped(folder, out.nbytes).view(dtype).view(shape)
+    return _mapped(folder, count).view(dtype).view(shape)
 
 
-def map_weights_(model: nn.Module) -> None:
+def _folder_for(count: int, device: torch.device) -> Path | None:
+    return _FOLDER.get() if device.type == "cpu" and count >= SMALL else None
+
+
+def offload_weights_(model: nn.Module) -> None:
     """Move the float weights of a model to files that can be written to, so that no change of them takes memory: a page
     that the system takes back is written to its file. Parameters keep their identity."""
     with torch.no_grad():

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import pennyweight as pw
-from pennyweight.algorithms.calibration import mapped_tensors
-from pennyweight.algorithms.calibration.mapped_tensors import copy_of, empty, map_weights_, mapped_copies, stored
+from pennyweight.algorithms.calibration import disk_offload
+from pennyweight.algorithms.calibration.disk_offload import copy_of, empty, offload_to, offload_weights_, offloaded
 
 
 def is_mapped(t: torch.Tensor) -> bool:
@@ -26,7 +26,7 @@ def is_mapped(t: torch.Tensor) -> bool:
 def test_copies_are_in_files_that_have_no_name(tmp_path: Path) -> None:
     large, small = torch.randn(200, 200), torch.randn(10)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        with mapped_copies(tmp_path):
+        with offload_to(tmp_path):
             out = copy_of(large.to(dtype))
             assert is_mapped(out)
             assert not is_mapped(copy_of(small))
@@ -37,21 +37,21 @@ def test_copies_are_in_files_that_have_no_name(tmp_path: Path) -> None:
         assert float(out.abs().sum()) == 0
     assert os.listdir(tmp_path) == []
     assert not is_mapped(copy_of(large))
-    assert stored(large) is large
+    assert offloaded(large) is large
     assert large.abs().sum() > 0
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 def test_weights_and_quantized_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped_tensors, "SMALL", 1)
+    monkeypatch.setattr(disk_offload, "SMALL", 1)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[1].weight = model[0].weight
     weight, want = model[0].weight, model[0].weight.detach().clone()
     other = nn.Sequential(nn.Linear(64, 64))
     pw.quantize_(other, pw.Int4WeightOnlyConfig(group_size=32))
-    with mapped_copies(tmp_path):
-        map_weights_(model)
-        kept: Any = stored(other[0].weight.data)
+    with offload_to(tmp_path):
+        offload_weights_(model)
+        kept: Any = offloaded(other[0].weight.data)
     assert model[0].weight is weight
     assert model[1].weight is weight
     assert torch.equal(weight, want)
@@ -65,7 +65,7 @@ def test_a_full_disk_is_an_error_before_anything_is_mapped(tmp_path: Path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-    with mapped_copies(tmp_path), pytest.raises(OSError, match="No space left"):
+    with offload_to(tmp_path), pytest.raises(OSError, match="No space left"):
         empty((1000, 1000), torch.float32, torch.device("cpu"))
     assert os.listdir(tmp_path) == []
 
@@ -75,7 +75,7 @@ def test_a_file_system_that_cannot_reserve_gets_zeros(tmp_path: Path, monkeypatc
         raise OSError(errno.EOPNOTSUPP, "not supported")
 
     monkeypatch.setattr(os, "posix_fallocate", unsupported, raising=False)
-    with mapped_copies(tmp_path):
+    with offload_to(tmp_path):
         out = empty((1000, 700), torch.float32, torch.device("cpu"))
     assert out.shape == (1000, 700)
     assert not out.any()
