@@ -1,7 +1,4 @@
-"""scripts/gpu without a device: all stages run, a crash or a hang costs one case, only measurements are checked in.
-
-A dry run of all stages takes 20 s: what needs it is run once a week, two stages by themselves each time.
-"""
+"""scripts/gpu without a device: all stages run, a crash or a hang costs one case, only measurements are checked in."""
 
 import importlib.util
 import json
@@ -43,7 +40,6 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.exhaustive
 def test_a_dry_run_has_every_stage(dry: Path) -> None:
     data = read(dry)
     assert data["dry"]
@@ -352,7 +348,6 @@ def measured(dry: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     return folder, data
 
 
-@pytest.mark.exhaustive
 def test_a_dry_run_is_refused(dry: Path, tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert collect.collect(dry, tree) == 2
     assert "a dry run: its times are invented" in capsys.readouterr().out
@@ -362,7 +357,6 @@ def test_a_dry_run_is_refused(dry: Path, tree: Path, capsys: pytest.CaptureFixtu
     assert "**Invented: a dry run.**" in (tree / collect.PAGE).read_text()
 
 
-@pytest.mark.exhaustive
 def test_results_tiles_and_page_are_written(measured: Any, tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, data = measured
     write_json(folder / "results.json", data)
@@ -387,7 +381,6 @@ def test_results_tiles_and_page_are_written(measured: Any, tree: Path, capsys: p
     assert len(json.loads((tree / collect.TILES).read_text())["lines"]) == len(lines)
 
 
-@pytest.mark.exhaustive
 def test_a_second_card_of_a_target_gets_lines_of_its_own(measured: Any, tree: Path) -> None:
     folder, data = measured
     for card in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
@@ -401,7 +394,6 @@ def test_a_second_card_of_a_target_gets_lines_of_its_own(measured: Any, tree: Pa
     assert len(lines) == 3 * len(others)
 
 
-@pytest.mark.exhaustive
 def test_tiles_need_conformance_on_the_same_kernels(measured: Any, tree: Path) -> None:
     folder, data = measured
     cases = data["stages"]["conformance"]["cases"]
@@ -423,7 +415,6 @@ def test_tiles_need_conformance_on_the_same_kernels(measured: Any, tree: Path) -
     assert collect.why_no_tiles(data, tree) == "conformance did not run"
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("change", "why"),
     [
