@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..support.extras import install
+from .output import collection_paused
 
 if TYPE_CHECKING:
     from ..inference.conversation import Answer, Conversation
@@ -25,7 +26,9 @@ def open_conversation(
     """
     settings = sampling(max_new_tokens, temperature, top_p)
     try:
-        import transformers
+        with collection_paused():
+            import transformers
+            from transformers import PreTrainedModel  # noqa: F401  (transformers imports its parts when they are named)
     except ImportError:
         raise ValueError(f"transformers is required: {install('hf')}") from None
     import torch

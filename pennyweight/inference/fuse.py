@@ -27,7 +27,7 @@ from .freeze import freeze_, with_scheme
 from .fuse_conv_net import FusedConvNet, chained_convolutions, fuse_nets
 from .fused_module import FusedModule, Kind, fuse_class_
 from .lazy_output import call_alone, computed, lazy_call
-from .verify_block import checks_enabled, run_checked, verify
+from .verify_block import checks_enabled, run_checked, verify, verify_observed
 
 Known = tuple[nn.Module, Observed, BlockDescription]
 
@@ -208,7 +208,7 @@ def _as_known(
             continue
         bound = Bound(block, own)
         try:
-            verify(block, bound, observed, brief=True)
+            verify_observed(block, bound, observed)
         except Refusal:  # recognized by itself, and refused with the reason
             continue
         return own, bound

@@ -45,28 +45,45 @@ def difference(y: Tensor, expected: Tensor, x: Tensor) -> float:
     return max(0.0, error) / max(float((expected - x).abs().mean()), 1e-30)
 
 
-def verify(block: nn.Module, bound: Bound, observed: Observed, *, brief: bool = False) -> None:
+def verify(block: nn.Module, bound: Bound, observed: Observed) -> None:
     """Compare both for random inputs, masks, rotations and caches. Raises Refusal if they differ.
 
-    A block in half precision is first compared in float32, with the reference, where rounding hides nothing. brief: one
-    call, of a block that is built like one that was compared: values of tensors and the index in a cache are new.
+    A block in half precision is first compared in float32, with the reference, where rounding hides nothing.
     """
-    if bound.description.dtype is not torch.float32 and not brief:
+    if bound.description.dtype is not torch.float32:
         twin, description = copy.deepcopy(block).float(), replace(bound.description, dtype=torch.float32)
         verify(twin, Bound(twin, description, Reference), observed)
     limit = tolerance(bound.description, block)
     with torch.no_grad():
-        for case, calls in _brief(bound.description, observed) if brief else _cases(bound.description, observed):
+        for case, calls in _cases(bound.description, observed):
             for kwargs in calls:
                 given, expected = _twin(bound.description, kwargs)
-                y = bound.run((), given)
-                if isinstance(y, str):
-                    raise Refusal(f"{case}: {y}")
                 want = type(block).forward(block, **expected)
-                y, want = (t[0] if isinstance(t, tuple) else t for t in (y, want))
-                found = difference(y, want, kwargs[bound.description.arguments.hidden])
-                if not found <= limit:  # also NaN
-                    raise Refusal(f"{case}: its output differs by {found:.1e}, the limit is {limit:.0e}")
+                _compare(case, bound, given, want, limit)
+
+
+def verify_observed(block: nn.Module, bound: Bound, observed: Observed) -> None:
+    """Compare with what the block returned in the model's run, for a block that is built like one that :func:`verify`
+    compared: values of tensors and the index in a cache are new. Raises Refusal if they differ.
+
+    The block's own forward, most of the time of a comparison, is not run again.
+    """
+    name = bound.description.arguments.cache
+    makers = _caches(bool(bound.description.arguments.states)) if name else []
+    # The observed cache has this call's keys already
+    given = observed.arguments | {name: makers[0]() if makers else None} if name else observed.arguments
+    with torch.no_grad():
+        _compare("the example", bound, given, observed.output, tolerance(bound.description, block))
+
+
+def _compare(case: str, bound: Bound, given: dict[str, Any], want: Any, limit: float) -> None:
+    y = bound.run((), given)
+    if isinstance(y, str):
+        raise Refusal(f"{case}: {y}")
+    y, want = (t[0] if isinstance(t, tuple) else t for t in (y, want))
+    found = difference(y, want, given[bound.description.arguments.hidden])
+    if not found <= limit:  # also NaN
+        raise Refusal(f"{case}: its output differs by {found:.1e}, the limit is {limit:.0e}")
 
 
 def _twin(description: BlockDescription, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -102,15 +119,6 @@ def _cases(
                         kwargs[a.states] = calls[0][a.states]
                     calls.append({**kwargs, a.cache: caches})
                 yield f"{type(caches[0]).__name__}, {mask}", calls
-
-
-def _brief(description: BlockDescription, observed: Observed) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """One call of two sequences, with an empty cache and a mask if there are such."""
-    a = description.arguments
-    makers = _caches(bool(a.states)) if a.cache else []
-    caches = (makers[0](), makers[0]()) if makers else None
-    kwargs = _arguments(description, observed, *SHAPES[0], 0, "a float mask" if a.mask else "no mask", Random(1))
-    yield f"batch {SHAPES[0][0]}, {SHAPES[0][1]} tokens", [kwargs if caches is None else {**kwargs, a.cache: caches}]
 
 
 def _caches(pairs: bool) -> list[Any]:

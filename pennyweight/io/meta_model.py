@@ -139,7 +139,9 @@ def model_class(config: dict[str, Any]) -> Any | str:
         return f"transformers has no model of type {str(kind)[:60]!r}"
     config_class = CONFIG_MAPPING[kind]
     autos = (getattr(modeling_auto, n) for n in dir(modeling_auto) if n.startswith("AutoModel"))
-    found = [auto._model_mapping[config_class] for auto in autos if config_class in (auto._model_mapping or ())]
+    # Whether a mapping is empty is not asked: its bool() imports every config of transformers, 8 s
+    mappings = [auto._model_mapping for auto in autos if auto._model_mapping is not None]
+    found = [mapping[config_class] for mapping in mappings if config_class in mapping]
     classes = [c for f in found for c in (f if isinstance(f, (tuple, list)) else [f])]
     named = next((c for c in classes if c.__name__ == wanted[0]), None)
     return f"transformers has no {str(wanted[0])[:60]} for {kind}" if named is None else named

@@ -1,6 +1,7 @@
 """Blocks that are built alike are described once: as if each had been recognized by itself."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -68,6 +69,28 @@ def test_one_of_equal_blocks_is_recognized(monkeypatch: pytest.MonkeyPatch) -> N
         assert (states(model(**given)) - expected).abs().max() < 1e-4
     assert names == ["model.layers.0"]
     assert set(blocks_of(report).values()) == {""}
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8-dynamic"])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("gemma2", "t5")])  # theirs differ
+def test_the_check_of_equal_blocks_runs_no_forward_again(
+    family: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, model = counted(monkeypatch), model_of(family, scheme)
+    blocks = candidates(model)
+    calls: list[nn.Module] = []
+    for kind in {type(block) for block in blocks.values()}:
+
+        def forward(self: nn.Module, *args: Any, own: Any = kind.forward, **kwargs: Any) -> Any:
+            calls.append(self)
+            return own(self, *args, **kwargs)
+
+        monkeypatch.setattr(kind, "forward", wraps(kind.forward)(forward))
+    report = pw.fuse_(model, inputs(family))
+    assert set(blocks_of(report).values()) == {""}
+    equal = [block for name, block in blocks.items() if name not in names]
+    assert len(equal) == len(blocks) // 2
+    assert all(sum(one is block for one in calls) == 1 for block in equal)  # the run of the model
 
 
 def _eps(block: Any) -> None:

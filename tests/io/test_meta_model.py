@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import load, quantize_checkpoint
 from pennyweight.io.checkpoint import open_checkpoint
-from pennyweight.io.meta_model import from_names, outline
+from pennyweight.io.meta_model import from_names, model_class, outline
 from pennyweight.io.safetensors_file import Entry
 from pennyweight.planning.configs import Int8WeightOnlyConfig
 from pennyweight.quantize import quantize_
@@ -113,3 +114,13 @@ def test_a_config_that_does_not_help(change: dict[str, Any], why: str, tmp_path:
     assert why in how
     assert how.startswith("layers guessed from names")
     assert sum(isinstance(m, nn.Linear) for m in model.modules()) == 15
+
+
+def test_finding_a_class_imports_no_other_models() -> None:
+    """Their mappings load every config of transformers when they are asked whether they are empty."""
+    pytest.importorskip("transformers")
+    before = set(sys.modules)
+    found = model_class({"model_type": "codegen", "architectures": ["CodeGenForCausalLM"]})
+    assert not isinstance(found, str) and found.__name__ == "CodeGenForCausalLM"
+    new = {name.split(".")[2] for name in set(sys.modules) - before if name.startswith("transformers.models.")}
+    assert len(new - {"auto"}) <= 5, sorted(new)
