@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..algorithms.calibration.disk_offload import offload_to, offload_weights_
+from ..algorithms.calibration.estimate_cost import solving_bytes
 from ..algorithms.calibration.journal import KEY, PREFIX, Journal
 from ..algorithms.calibration.loop import SharedWork, parse_bytes
 from ..algorithms.recipe import Recipe
@@ -52,9 +53,9 @@ from .state_dict import items, metadata_of
 
 STATE = ".calibration"  # in the folder of the result during a run: the finished weights
 SOLVED = "solved"  # in the metadata of a file: SQNR, error and note of each weight
-# Copies of a weight in float32 that are held at once, with room to spare. Solvers: values, inverse order, errors,
-# codes. Rewrites: float64 values before and after. Training: values, gradients, Adam's moments, products of a step
-COPIES, REWRITTEN, TRAINED = 8, 6, 12
+# Copies of a weight in float32 that are held at once, with room to spare. Rewrites: float64 values before and after.
+# Training: values, gradients, Adam's moments, products of a step
+REWRITTEN, TRAINED = 6, 12
 
 
 class FinishedWeights(Journal):
@@ -122,16 +123,19 @@ class FilesPipeline(Pipeline):
         """Also raises PlanError if the largest of the planned weights does not fit."""
         todo = super().plan()
         if self._room(todo) <= 0:
-            limit, needed = size(int(self.max_memory or 0)), size(_needed(todo))
+            limit, needed = size(int(self.max_memory or 0)), size(solving_bytes(todo))
             raise PlanError(
                 f"max_memory is {limit}, but while the largest weight is solved it takes up to {needed}; raise "
                 "max_memory, or skip that layer"
             )
         return todo
 
+    def on_disk(self, todo: Plan) -> dict[str, int]:
+        return {"finished": sum(row.bytes_after for row in todo.active)}
+
     def _room(self, todo: Plan) -> float:
         """Bytes that the largest weight leaves for statistics."""
-        return math.inf if self.max_memory is None else self.max_memory - _needed(todo)
+        return math.inf if self.max_memory is None else self.max_memory - solving_bytes(todo)
 
     def _carry_out(self, todo: Plan, recipe: Recipe, batches: Any, max_ram: float | None) -> Report:
         return super()._carry_out(todo, recipe, batches, None if self.max_memory is None else self._room(todo))
@@ -275,11 +279,6 @@ def quantize_mapped(
         dry_run=dry_run, on_indivisible=on_indivisible, progress=progress, for_=for_,
     )  # fmt: skip
     return FilesPipeline(model, config, options, limit, team or RankGroup(folder or "", False)).run()
-
-
-def _needed(todo: Plan) -> int:
-    """Bytes that the largest planned weight takes while it is solved."""
-    return 4 * COPIES * max((math.prod(row.shape) for row in todo.active), default=0)
 
 
 def quantize_with_data(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..algorithms import recipe as recipes
 from ..algorithms.calibration.batches import Batches, read
+from ..algorithms.calibration.estimate_cost import estimate_cost, solving_bytes
 from ..algorithms.calibration.journal import Journal
 from ..algorithms.calibration.loop import CollectedStatistics, SharedWork, parse_bytes
 from ..algorithms.solve import Solved, solve, stages
@@ -82,7 +83,8 @@ def quantize_(
                     for data and models that do not fit into memory
     max_ram         "4 GB": memory limit for hidden states plus the statistics of a block, and for the snapshot. What
                     does not fit goes to a temporary folder. Statistics that do not fit raise before they are computed
-    dry_run         only plan, and measure if requested
+    dry_run         only plan, and measure if requested. With calibration data the report's notes say how much time,
+                    memory and disk the algorithm will take, from a measurement of up to half a minute
     on_indivisible  group sizes that do not divide: "pad" (exact), "largest_divisor", "skip", "error"
     measure         time each linear shape against float on this machine, at these row counts; True: 1 and 64
     on_slower       a layer that is slower than float at one of them: "keep" it and warn, or "skip" it (stays float)
@@ -204,6 +206,7 @@ class Pipeline:
             readable = "" if self.options.for_ is None else check_plan(todo.rows, self.options.for_)
             if self.options.dry_run:
                 report = todo.report()
+                report.notes += self.forecast(todo, recipe, batches)
             else:
                 self._check_recipe(todo, recipe, batches)
                 report = self._carry_out(todo, recipe, batches, max_ram)
@@ -237,6 +240,22 @@ class Pipeline:
     def _plan(self) -> Plan:
         o = self.options
         return plan(self.model, self.config, o.filter_fn, skip=o.skip, on_indivisible=o.on_indivisible, device=o.device)
+
+    def forecast(self, todo: Plan, recipe: recipes.Recipe, batches: Batches) -> list[str]:
+        """Notes of a dry run: what the calibration will take; none without data. Raises as the run would, if a step of
+        the recipe does not apply. A model without values is not run."""
+        tensors = [row.tensor for row in todo.active]
+        if not tensors or any(t is None or t.is_meta for t in tensors):
+            return []
+        self._check_recipe(todo, recipe, batches)
+        if not batches:
+            return []
+        cost = estimate_cost(self.model, todo, recipe, batches)
+        return cost.notes(largest=solving_bytes(todo), **self.on_disk(todo))
+
+    def on_disk(self, todo: Plan) -> dict[str, int]:
+        """Arguments of :meth:`CalibrationCost.notes`."""
+        return {}
 
     # -- calibrate and solve -------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Algorithms on weights that stay in files: the bits of quantize_ in memory, resumed anywhere, in little memory."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,10 +13,12 @@ import torch
 
 import pennyweight as pw
 from pennyweight.algorithms.calibration import disk_offload
+from pennyweight.algorithms.calibration.estimate_cost import COPIES
 from pennyweight.io.atomic_write import folder_lock
 from pennyweight.io.calibrated_streaming import STATE, quantize_mapped
 from pennyweight.io.meta_model import fresh_model
 from pennyweight.planning.config_resolution import PlanError
+from pennyweight.planning.quantize_report import size
 from pennyweight.report.evaluation_inputs import load_folder
 
 transformers = pytest.importorskip("transformers")
@@ -246,6 +249,30 @@ def test_a_bias_that_the_class_does_not_have_is_refused(folders: dict[str, Path]
     assert not (tmp_path / "out").exists()
 
 
+def test_a_dry_run_says_what_the_calibration_will_take(folders: dict[str, Path], tmp_path: Path) -> None:
+    def run(**more: Any) -> pw.Report:
+        how: dict[str, Any] = {"calibration": batches(), "algorithm": "gptaq", "dry_run": True} | more
+        return pw.quantize_checkpoint(folders["llama"], tmp_path / "out", CONFIG, **how)
+
+    time, memory = run().notes
+    assert re.fullmatch(
+        r"134 tokens: about \S+ s \(running the model \S+ s, statistics \S+ s, solving \S+ s\); 2 processes \S+ s; "
+        r"4 processes \S+ s",
+        time,
+    )
+    # two statistics of 96 inputs (down_proj) and of 64 (six layers); hidden states in bfloat16, quantized and float
+    statistics = 2 * 4 * (96**2 + 6 * 64**2)
+    hidden = 2 * 2 * 2 * 36 * 64 * 2
+    finished = sum(row.bytes_after for row in run().quantized)
+    largest = 4 * COPIES * 128 * 64
+    assert memory == (
+        f"memory: about {size(statistics + largest)} beside mapped files; disk until the end: {size(hidden)} of hidden "
+        f"states, {size(finished)} of weights"
+    )
+    assert run(algorithm=["smooth", "gptaq"]).notes[0].endswith("; without the time of smooth")
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     def run(config: Any = CONFIG, **more: Any) -> Any:
         given: dict[str, Any] = {"calibration": batches(), "algorithm": "gptq"} | more
@@ -263,7 +290,7 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="rotate: online adds a rotation at run time"):
         run(algorithm=[{"rotate": {"online": True}}])
     with pytest.raises(PlanError, match="bias: create adds biases"):
-        run(algorithm=[{"bias": {"create": True}}])
+        run(algorithm=[{"bias": {"create": True}}], dry_run=True)
     with pytest.raises(PlanError, match="but reconstruct takes up to"):
         run(algorithm=["nearest", "reconstruct"], max_memory=4 * 8 * 128 * 64 + 1000)
     with pytest.raises(PlanError, match="filter_fn is not supported with an algorithm"):

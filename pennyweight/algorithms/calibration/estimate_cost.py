@@ -1,0 +1,260 @@
+"""What a calibration will take: seconds, memory and disk, from a measurement of seconds before it runs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ...planning.plan import Plan, PlanRow
+from ...planning.quantize_report import size
+from ...planning.run_batch import token_mask
+from ..base import Solver
+from ..recipe import Recipe
+from ..solve import solve_weight
+from ..tied_weights import RATIO_BATCHES
+from .activation_cache import ActivationCache, StopForward, capture_block_inputs
+from .block_order import CalibrationSegment, calibration_segments, inference_mode
+from .input_hooks import InputHooks
+from .loop import HELD_OUT, CollectedStatistics
+from .statistics import STATISTICS
+
+SECONDS = 20.0  # for trial solutions
+ROWS = 256  # of the random inputs whose statistics a trial solution gets
+# Copies of a weight in float32 that are held at once, with room to spare: values, inverse order, errors, codes
+COPIES = 8
+PROCESSES = (2, 4)  # for which a time is said, too
+
+
+@dataclass(frozen=True)
+class CalibrationCost:
+    """Seconds of one process, and bytes.
+
+    inputs       running the model for the statistics; every rank of a shared calibration does it
+    outputs      running finished blocks for the inputs of the next ones; ranks share it, and the next two
+    statistics   sums over the inputs
+    solving      the solver
+    statistics_bytes   of the block whose inputs have the largest ones
+    hidden_bytes       hidden states of all batches between two blocks
+    untimed      steps of the recipe whose time is not in these
+    """
+
+    tokens: int
+    inputs: float
+    outputs: float
+    statistics: float
+    solving: float
+    statistics_bytes: int
+    hidden_bytes: int
+    untimed: tuple[str, ...] = ()
+
+    def seconds(self, processes: int = 1) -> float:
+        """In all, on so many equal machines that share the weights of each block."""
+        return self.inputs + (self.outputs + self.statistics + self.solving) / processes
+
+    def notes(self, *, largest: int = 0, finished: int | None = None) -> list[str]:
+        """Two lines for a report.
+
+        largest    bytes of the largest weight while it is solved
+        finished   bytes of all solved weights, if they and hidden states are in files, and processes share the work
+        """
+        parts = {
+            "running the model": self.inputs + self.outputs,
+            "statistics": self.statistics,
+            "solving": self.solving,
+        }
+        text = f"{self.tokens:,} tokens: about {duration(self.seconds())} ("
+        text += ", ".join(f"{name} {duration(t)}" for name, t in parts.items()) + ")"
+        if finished is not None:
+            text += "".join(f"; {n} processes {duration(self.seconds(n))}" for n in PROCESSES)
+        if self.untimed:
+            text += f"; without the time of {' and '.join(self.untimed)}"
+        states, need = f"{size(self.hidden_bytes)} of hidden states", self.statistics_bytes + largest
+        if finished is None:
+            memory = f"memory beside the model: about {size(need + self.hidden_bytes)}, with {states}"
+        else:
+            memory = f"memory: about {size(need)} beside mapped files; disk until the end: {states}, "
+            memory += f"{size(finished)} of weights"
+        return [text, memory]
+
+
+def solving_bytes(todo: Plan) -> int:
+    """Bytes that the largest planned weight takes while it is solved."""
+    return 4 * COPIES * max((math.prod(row.shape) for row in todo.active), default=0)
+
+
+def duration(seconds: float) -> str:
+    """As text: 12 s, 3 min, 2.5 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def estimate_cost(model: nn.Module, todo: Plan, recipe: Recipe, batches: Sequence[Any]) -> CalibrationCost:
+    """Measure one run of the model on the first batch, one update of each statistic of each shape, and trial solutions
+    of random weights, the smallest shapes first, for SECONDS; larger shapes are taken in proportion to the operations.
+
+    Changes nothing. Time and memory of rewrites and tuners are not estimated.
+    """
+    weights = {row.name: row for row in todo.active if row.call is None and row.tensor is not None}
+    ids = {id(row.tensor): name for name, row in weights.items()}
+    batch, solver = batches[0], recipe.solver
+    several = sum(map(_extent, batches)) / max(1, _extent(batch))  # how many of the first batch all are
+    inputs = _Inputs({}, {})
+    with inference_mode(model):
+        begin = time.perf_counter()
+        with InputHooks(ids, inputs.see, token_mask(batch)):
+            segments = calibration_segments(model, ids, batch)
+        once = time.perf_counter() - begin
+        hidden = max((_hidden_bytes(model, batch, s) for s in segments if s.blocks), default=0)
+    names = (*solver.needs, *solver.wants) if solver.needs else ()
+    paired = any(STATISTICS[name].paired for name in names)
+    runs = _runs(model, segments, len(batches), paired) if solver.needs else _Runs(0.0, 0.0)
+    updates = {
+        key: _seconds(lambda key=key: _update(names, *key))  # type: ignore[misc]
+        for key in {inputs.shape(name) for name in weights if name in inputs.tokens}
+    }
+    return CalibrationCost(
+        round(several * max(inputs.tokens.values(), default=0)),
+        once * several * runs.inputs,
+        once * several * runs.outputs,
+        several * sum(updates[inputs.shape(name)] for name in weights if name in inputs.tokens),
+        _solving(weights, solver, inputs),
+        max((_statistics_bytes(names, inputs, block) for s in segments for block in s.sites), default=0),
+        math.ceil(hidden * several) * (2 if paired else 1) if solver.needs else 0,
+        tuple(step.name for step in (*recipe.rewrites, *recipe.tuners)),
+    )
+
+
+class _Inputs(NamedTuple):
+    """Of each weight that the first batch reaches: tokens, and (groups, width) of its inputs."""
+
+    tokens: dict[str, int]
+    widths: dict[str, tuple[int, int]]
+
+    def see(self, name: str, x: Tensor) -> None:
+        self.tokens[name] = self.tokens.get(name, 0) + x.shape[1]
+        self.widths[name] = x.shape[0], x.shape[2]
+
+    def shape(self, name: str) -> tuple[int, int, int]:
+        """(groups, tokens, width)"""
+        groups, width = self.widths[name]
+        return groups, self.tokens[name], width
+
+
+def _extent(batch: Any) -> int:
+    """Tokens of a batch, or what else the first two axes of its first tensor are; padding counts, as it is computed."""
+    first = next((leaf for leaf in tree_leaves(dict(batch) if hasattr(batch, "keys") else batch)
+                  if isinstance(leaf, Tensor)), None)  # fmt: skip
+    return 0 if first is None else math.prod(first.shape[:2])
+
+
+def _hidden_bytes(model: nn.Module, batch: Any, segment: CalibrationSegment) -> int:
+    found: list[int] = []
+    with suppress(StopForward):
+        blocks = [segment.blocks[0][1]]
+        capture_block_inputs(model, [batch], blocks, ActivationCache(None, ""), lambda x: found.append(int(x.nbytes)))
+    return found[0] if found else 0
+
+
+class _Runs(NamedTuple):
+    """How often the whole model is run on all data."""
+
+    inputs: float
+    outputs: float
+
+
+def _runs(model: nn.Module, segments: Sequence[CalibrationSegment], count: int, paired: bool) -> _Runs:
+    """A block runs for its statistics, in float if statistics are paired, and quantized for the next one; weights
+    outside of chains take runs of the whole model, and tables that are looked up too some more to compare candidates.
+    """
+    matrices = {id(p): p.numel() for p in model.parameters() if p.ndim > 1}
+    inputs = outputs = 0.0
+    for segment in segments:
+        if segment.blocks:
+            last = max((b for b, names in enumerate(segment.sites) if names), default=-1)
+            for b, ((_, block), names) in enumerate(zip(segment.blocks, segment.sites, strict=True)):
+                share = sum(p.numel() for p in block.parameters() if p.ndim > 1) / max(1, sum(matrices.values()))
+                inputs += share * (bool(names) + paired) * (b <= last)
+                outputs += share * (b < last)
+        else:
+            inputs += 1
+            if segment.looked_up:
+                inputs += 1 - HELD_OUT
+                outputs += (3 * min(RATIO_BATCHES, count) / max(1, count) + 4 * HELD_OUT) * len(segment.sites[0])
+    return _Runs(inputs, outputs)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def _update(names: Sequence[str], groups: int, tokens: int, width: int) -> dict[str, Tensor]:
+    """Statistics of random inputs."""
+    x = torch.randn(groups, tokens, width, dtype=torch.float32, device="cpu")
+    found = {}
+    for name in names:
+        s = STATISTICS[name]
+        found[name] = s.finish(s.update(s.init(groups, width), *((x, x) if s.paired else (x,))))
+    return found
+
+
+def _statistics_bytes(names: Sequence[str], inputs: _Inputs, block: Sequence[str]) -> int:
+    with torch.device("meta"):
+        states = [STATISTICS[s].init(*inputs.widths[name])[0] for name in block if name in inputs.widths for s in names]
+    return sum(int(state.nbytes) for state in states)
+
+
+@dataclass
+class _Kind:
+    """Weights that take equally long to solve."""
+
+    row: PlanRow
+    groups: int
+    width: int
+    operations: float
+    count: int = field(default=0)
+
+
+def _solving(weights: Mapping[str, PlanRow], solver: Solver, inputs: _Inputs) -> float:
+    """Seconds of the solver for all weights."""
+    kinds: dict[Any, _Kind] = {}
+    for name, row in weights.items():
+        assert row.site is not None
+        groups, width = inputs.widths.get(name, (1, row.shape[-2 if row.site.transposed else -1]))
+        rows = math.prod(row.shape) / max(1, width)
+        squares = rows * width**2 + groups * width**3 if "hessian" in solver.needs else rows * width
+        key = (row.shape, row.scheme, row.layout, groups, width)
+        kinds.setdefault(key, _Kind(row, groups, width, squares)).count += 1
+    total = spent = rate = 0.0  # rate: seconds of an operation in the last trial
+    for kind in sorted(kinds.values(), key=lambda k: k.operations):
+        if not rate or spent + rate * kind.operations <= SECONDS:
+            seconds = _trial(kind, solver)
+            spent, rate = spent + seconds, seconds / max(1.0, kind.operations)
+        total += rate * kind.operations * kind.count
+    return total
+
+
+def _trial(kind: _Kind, solver: Solver) -> float:
+    """Seconds to solve a random weight of this kind, on random statistics."""
+    row = kind.row
+    assert row.scheme is not None
+    assert row.site is not None
+    shape = list(row.shape)
+    if row.site.transposed:
+        shape[-2:] = shape[:-3:-1]
+    seen = CollectedStatistics(_update((*solver.needs, *solver.wants), kind.groups, ROWS, kind.width), ROWS)
+    for name in {"hessian"} & seen.stats.keys():
+        h = seen.stats[name]  # as one of enough tokens, positive definite
+        h.diagonal(dim1=-2, dim2=-1).add_(0.1 * h.diagonal(dim1=-2, dim2=-1).mean())
+    x = torch.randn(shape, dtype=torch.float32, device="cpu").to(row.tensor.dtype)  # type: ignore[union-attr]
+    return _seconds(lambda: solve_weight(x, row.scheme, row.name, row.layout, row.site.op, solver, seen))  # type: ignore[union-attr, arg-type]
