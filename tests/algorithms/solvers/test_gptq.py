@@ -178,6 +178,18 @@ def test_damping_grows_until_it_works() -> None:
     assert "damping raised to" in GPTQ(damping=0.0).solve(task).note
 
 
+@pytest.mark.parametrize("k", [1, 3, 128, 129, 300, 577])
+def test_the_factor_is_that_of_the_inverse(k: int) -> None:
+    h = inputs(k)
+    h = h.t() @ h / len(h)
+    f = inverse_cholesky(h, 0.01, True)
+    assert f is not None
+    damped = h.double() + 0.01 * h.diagonal().double().mean() * torch.eye(k)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped[f.order][:, f.order]))
+    torch.testing.assert_close(f.upper, torch.linalg.cholesky(inverse, upper=True).float(), rtol=1e-6, atol=1e-7)
+    assert torch.equal(f.upper, f.upper.triu())
+
+
 def test_large_weights_are_searched_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     from pennyweight.algorithms.solvers.block_search import MSE, Importance
     from pennyweight.algorithms.solvers.hqq import HQQ
