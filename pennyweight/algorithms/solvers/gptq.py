@@ -12,6 +12,7 @@ matrices: damped Hessian, Cholesky factor of its inverse, loop over blocks of co
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -167,7 +168,7 @@ def _quantize_block(
 def undamped_error(damped: Tensor, difference: Tensor, hessian: Tensor, extra: float) -> Tensor:
     """d H d^T of each row of a difference [N, K], in float64, from d H d^T + ``extra`` |d|^2 as float32. By a product
     with H [1, K, K] for rows of which damping is nearly all."""
-    error = damped.double() - extra * difference.double().square().sum(1)
+    error = damped.double() - extra * torch.linalg.vector_norm(difference, dim=1, dtype=torch.float64).square()
     unsure = error < damped / 32
     if unsure.any():
         error[unsure] = output_error(difference[unsure].double(), hessian)
@@ -246,6 +247,15 @@ class GPTQ(Solver):
             return suited
         return max(self.damping, suited) if 0 < tokens < inputs else self.damping
 
+    def _grids(self, task: Task, scheme: QParamGrid, importance: Tensor) -> Iterator[QParamGrid]:
+        """The candidates. That of the scheme, the first, is not made again."""
+        if "scheme" in self.grids or task.spec.scale is None:
+            yield scheme
+        if task.spec.scale is not None:
+            others = tuple(name for name in self.grids if name != "scheme")
+            for _, params in grid_candidates(task, others, importance):
+                yield make_grid(params, task.spec, task.weight.shape)
+
     def solve(self, task: Task) -> Solution:
         hessians, drifts = task.stats["hessian"], task.stats.get("drift") if self.asymmetric else None
         if hessians.shape[0] == 1:
@@ -296,8 +306,7 @@ class GPTQ(Solver):
             exact, with_damping = errors(rounded_values)
         found = from_nearest(with_damping)
         by_loop = k <= FLOAT64_INPUTS  # the errors of the loop are as accurate as its factor
-        for _, params in grid_candidates(task, self.grids, hessian.diagonal()):
-            g = make_grid(params, task.spec, shape)
+        for g in self._grids(task, scheme, hessian.diagonal()):
             codes, values, damped_error = quantize_columns(target, g, f, keep)
             found.offer(g, codes, values, damped_error if by_loop else errors(values)[1])
         if self.sweeps:
