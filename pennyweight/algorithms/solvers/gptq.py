@@ -12,6 +12,7 @@ matrices: damped Hessian, Cholesky factor of its inverse, loop over blocks of co
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +20,9 @@ import torch
 from torch import Tensor
 
 from ...core.numerics import Parts, dequantize
+from ...kernels.cpu.library import usable
+from ...kernels.cpu.matrix_view import threads_for
+from ...kernels.native.convert import gptq_block
 from ..base import Solution, Solver, Task, register
 from .qparam_grid import SHRINKS, QParamGrid, grid_candidates, make_grid
 from .refinement import BestCandidate, refit_and_descend
@@ -29,6 +33,7 @@ from .rtn import Nearest, nearest_parts, output_error, total_error
 # The paper's B ("Step 2: Lazy Batch-Updates"): errors propagate within a block column by column, to the later ones by
 # one matrix product per block
 COLUMNS_PER_BLOCK = 128
+FLOAT64_INPUTS = 8192  # inputs up to which factors are in float64
 
 
 class CholeskyFactor(NamedTuple):
@@ -48,9 +53,11 @@ def inverse_cholesky(hessian: Tensor, damping: float, activation_order: bool) ->
         H <- H + damping mean(diag H) I;  H^-1 = U^T U
 
     With F the columns j, j + 1, .., row j of U is row j of H_F^-1 over the root of its diagonal, U_jj^2 = [H_F^-1]_jj:
-    all that eq. 2 needs, so that the loop does not update an inverse (eq. 3, 5). Damping grows tenfold, up to the mean
-    diagonal, until H is positive definite; None if it never is. In float64 up to 8192 inputs: float32 is too inaccurate
-    if channels differ by orders of magnitude.
+    all that eq. 2 needs, so that the loop does not update an inverse (eq. 3, 5). U is the inverse of the factor R of
+    H = R R^T, upper triangular: the Cholesky factor with columns in reverse. The paper factors H, inverts and factors
+    the inverse, which takes twice the operations and is less accurate. Damping grows tenfold, up to the mean diagonal,
+    until H is positive definite; None if it never is. In float64 up to 8192 inputs: float32 is too inaccurate if
+    channels differ by orders of magnitude.
 
     activation_order    columns with the largest diagonal of H first ("act-order" of the authors' code)
     """
@@ -64,55 +71,108 @@ def inverse_cholesky(hessian: Tensor, damping: float, activation_order: bool) ->
         if activation_order
         else torch.arange(k, device=hessian.device, dtype=torch.int64)
     )
-    dtype = torch.float64 if k <= 8192 else torch.float32
+    dtype = torch.float64 if k <= FLOAT64_INPUTS else torch.float32
+    backwards = order.flip(0)
     while damping <= 1.0:
         # These matrices dominate the memory of a layer, so each is released as soon as possible
-        h = hessian[order].index_select(1, order).to(dtype)
+        h = hessian[backwards].index_select(1, backwards).to(dtype)
         h.diagonal().add_(damping * mean)
+        least = 4 * torch.finfo(dtype).eps * h.diagonal()
         h, info = torch.linalg.cholesky_ex(h)
-        if not info:
-            h = torch.cholesky_inverse(h)
-            h, info = torch.linalg.cholesky_ex(h, upper=True)
-            if not info and bool(h.isfinite().all()):
-                return CholeskyFactor(h.float(), order, damping)
+        if not info and bool((h.diagonal().square() > least).all()):  # smaller pivots are rounding errors
+            invert_triangle(h)
+            upper = h.float().flip(0, 1)
+            if bool(upper.isfinite().all()):
+                return CholeskyFactor(upper, order, damping)
         damping = max(10 * damping, 1e-4)
     return None
 
 
+def invert_triangle(lower: Tensor) -> None:
+    """Invert a lower triangular matrix [K, K] in place, by halves: K^3 / 3 operations, nearly all in matrix products.
+
+    [A 0; B C]^-1 = [A^-1 0; -C^-1 B A^-1 C^-1]
+    """
+    k, dtype, device = lower.shape[0], lower.dtype, lower.device
+    if k <= 128:
+        lower.copy_(torch.linalg.solve_triangular(lower, torch.eye(k, dtype=dtype, device=device), upper=False))
+        return
+    half = (k // 2 + 63) // 64 * 64
+    a, b, c = lower[:half, :half], lower[half:, :half], lower[half:, half:]
+    invert_triangle(a)
+    invert_triangle(c)
+    product = torch.empty_like(b)
+    for begin in range(0, half, 256):  # half of each triangle is zero
+        product[:, begin : begin + 256] = b[:, begin:] @ a[begin:, begin : begin + 256]
+    for begin in range(0, k - half, 256):
+        end = min(begin + 256, k - half)
+        b[begin:end] = (c[begin:end, :end] @ product[:end]).neg_()
+
+
 def quantize_columns(
     weight: Tensor, grid: QParamGrid, f: CholeskyFactor, keep: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(codes, values) [N, K] of a weight [N, K] by the loop of Algorithm 1. For each column j of each block:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, values) [N, K] of a weight [N, K] by the loop of Algorithm 1, and their damped error [N]. For each column
+    j of each block:
 
         q = quant(w_j);  e_j = (w_j - q) / U_jj;  w_i -= e_j U_ji  for the columns i > j of the block     (eq. 2)
 
     and after the block, W -= E U for all later columns (eq. 4, by the factor). The grid is fixed beforehand; without
-    clipping this is Babai's nearest plane algorithm (Chen et al. 2025, arXiv 2507.18553).
+    clipping this is Babai's nearest plane algorithm (Chen et al. 2025, arXiv 2507.18553). The difference that is left
+    is D = -E U, so that D H D^T, with H damped, is the sum of the squares of a row of E.
 
     keep    bool [N, K]: all other elements become the representable value nearest to zero
     """
     order, upper = f.order, f.upper
-    kept = None if keep is None else keep.t()[order].contiguous()
-    w = weight.t()[order].contiguous()  # a row per column of the weight: contiguous access
-    ordered = grid._replace(columns=type(grid.columns)(*(None if p is None else p[order] for p in grid.columns)))
+    kept = None if keep is None else keep.t().contiguous().index_select(0, order)
+    w = weight.t().contiguous().index_select(0, order)  # a row per column of the weight: contiguous access
+    ordered = grid._replace(
+        columns=type(grid.columns)(*(None if p is None else p.index_select(0, order) for p in grid.columns))
+    )
     k = w.shape[0]
     codes = torch.empty(w.shape, dtype=grid.spec.format.code_dtype, device=w.device)
-    values = torch.empty_like(w)
+    values, total = torch.empty_like(w), torch.zeros_like(w[0])
     for begin in range(0, k, COLUMNS_PER_BLOCK):
         end = min(begin + COLUMNS_PER_BLOCK, k)
-        block, errors = w[begin:end], torch.empty(end - begin, w.shape[1], device=w.device, dtype=torch.float32)
-        inner, nearest = upper[begin:end, begin:end], ordered.rounder(begin, end)
-        diagonal = inner.diagonal().tolist()
-        for j, (wanted, error) in enumerate(zip(block.unbind(), errors.unbind(), strict=True)):
-            c, v = nearest(j, wanted if kept is None else wanted * kept[begin + j])
-            codes[begin + j], values[begin + j] = c, v
-            torch.sub(wanted, v, out=error).div_(diagonal[j])
-            if j + 1 < end - begin:
-                block[j + 1 :].addr_(inner[j, j + 1 :], error, alpha=-1)
+        here, errors = slice(begin, end), torch.empty(end - begin, w.shape[1], device=w.device, dtype=torch.float32)
+        keep_here, out = None if kept is None else kept[here], (codes[here], values[here], errors)
+        _quantize_block(w[here], upper[here, here], ordered, begin, keep_here, out)
+        total += errors.square().sum(0)
         if end < k:
             w[end:].addmm_(upper[begin:end, end:].t(), errors, alpha=-1)
     back = torch.argsort(order)
-    return codes[back].t().contiguous(), values[back].t().contiguous()
+    return codes.index_select(0, back).t().contiguous(), values.index_select(0, back).t().contiguous(), total
+
+
+def _quantize_block(
+    w: Tensor, upper: Tensor, grid: QParamGrid, begin: int, keep: Tensor | None, out: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Eq. 2 for a block w [k, N] of the columns from ``begin`` on. Writes codes, values and errors to ``out``. w is
+    working memory. Native code has the bits of the loop here."""
+    codes, values, errors = out
+    terms = grid.terms(begin, begin + len(w)) if w.is_cpu and usable() is True else None
+    if terms is not None:
+        kept = None if keep is None else keep.float()
+        lower, threads = upper.t().contiguous(), threads_for(w.numel())
+        gptq_block(w, lower, (kept, *terms[:6]), terms[6:], codes, values, errors, threads)
+        return
+    nearest, diagonal = grid.rounder(begin, begin + len(w)), upper.diagonal().tolist()
+    for j, (wanted, error) in enumerate(zip(w.unbind(), errors.unbind(), strict=True)):
+        codes[j], v = nearest(j, wanted if keep is None else wanted * keep[j])
+        values[j] = v
+        torch.sub(wanted, v, out=error).div_(diagonal[j])
+        # Not addr_, which rounds once or twice, by processor and by position
+        w[j + 1 :].sub_(upper[j, j + 1 :, None] * error)
+
+
+def undamped_error(damped: Tensor, difference: Tensor, hessian: Tensor, extra: float) -> Tensor:
+    """d H d^T of each row of a difference [N, K], in float64, from d H d^T + ``extra`` |d|^2 as float32. By a product
+    with H [1, K, K] for rows of which damping is nearly all."""
+    error = damped.double() - extra * torch.linalg.vector_norm(difference, dim=1, dtype=torch.float64).square()
+    unsure = error < damped / 32
+    if unsure.any():
+        error[unsure] = output_error(difference[unsure].double(), hessian)
+    return error
 
 
 def asymmetric_target(weight: Tensor, drift: Tensor, f: CholeskyFactor, share: float) -> Tensor:
@@ -187,6 +247,15 @@ class GPTQ(Solver):
             return suited
         return max(self.damping, suited) if 0 < tokens < inputs else self.damping
 
+    def _grids(self, task: Task, scheme: QParamGrid, importance: Tensor) -> Iterator[QParamGrid]:
+        """The candidates. That of the scheme, the first, is not made again."""
+        if "scheme" in self.grids or task.spec.scale is None:
+            yield scheme
+        if task.spec.scale is not None:
+            others = tuple(name for name in self.grids if name != "scheme")
+            for _, params in grid_candidates(task, others, importance):
+                yield make_grid(params, task.spec, task.weight.shape)
+
     def solve(self, task: Task) -> Solution:
         hessians, drifts = task.stats["hessian"], task.stats.get("drift") if self.asymmetric else None
         if hessians.shape[0] == 1:
@@ -206,7 +275,8 @@ class GPTQ(Solver):
         """A matrix whose rows have the same inputs: hessian and drift [K, K]."""
         (n, k), shape, h = task.weight.shape, task.weight.shape, hessian.unsqueeze(0)
         rounded, rounded_values = nearest_parts(task)
-        nearest = total_error(rounded_values - task.weight, h)
+        of_nearest = output_error((rounded_values - task.weight).double(), h)
+        nearest = max(0.0, float(of_nearest.sum()))
         damping = self.damping_of(k, task.tokens)
         f = inverse_cholesky(hessian, damping, self.activation_order)
         if f is None:
@@ -229,24 +299,34 @@ class GPTQ(Solver):
         def from_nearest(error: Tensor) -> BestCandidate:
             return BestCandidate(scheme, rounded.codes[:n, :k], rounded_values, error, shape)
 
-        exact, with_damping = errors(rounded_values)
+        if drift is None:
+            exact = of_nearest
+            with_damping = (exact + extra * (rounded_values - target).square().sum(1)).float()
+        else:
+            exact, with_damping = errors(rounded_values)
         found = from_nearest(with_damping)
-        for _, params in grid_candidates(task, self.grids, hessian.diagonal()):
-            g = make_grid(params, task.spec, shape)
-            codes, values = quantize_columns(target, g, f, keep)
-            found.offer(g, codes, values, errors(values)[1])
+        by_loop = k <= FLOAT64_INPUTS  # the errors of the loop are as accurate as its factor
+        for g in self._grids(task, scheme, hessian.diagonal()):
+            codes, values, damped_error = quantize_columns(target, g, f, keep)
+            found.offer(g, codes, values, damped_error if by_loop else errors(values)[1])
         if self.sweeps:
             damped = hessian.clone()
             damped.diagonal().add_(extra)
             refit_and_descend(found, target, damped, self.sweeps, keep=keep)
+        by_loop = by_loop and not self.sweeps
         best = from_nearest(exact)  # at most round-to-nearest's error: guaranteed without damping
-        best.offer(found.grid, found.codes, found.values, errors(found.values)[0])
+        without = undamped_error(found.error, found.values - target, h, extra) if by_loop else errors(found.values)[0]
+        best.offer(found.grid, found.codes, found.values, without)
         wanted = damping if self.damping is None else self.damping
         note = "" if f.damping == wanted else f"damping raised to {f.damping:g}"
         if self.asymmetric and drift is None and self.name == GPTAQ.name:  # "auto" uses drift only if available
             note = "; ".join(filter(None, (note, "target is its own output: no float inputs")))
         solved = best.grid.parts(task.weight, best.codes)
-        error = total_error(dequantize(solved, task.spec, shape) - task.weight, h)
+        values = dequantize(solved, task.spec, shape)
+        if by_loop and drift is None and torch.equal(values, best.values):
+            error = max(0.0, float(best.error.double().sum()))
+        else:
+            error = total_error(values - task.weight, h)
         return Solution(solved, error, nearest, note)
 
 

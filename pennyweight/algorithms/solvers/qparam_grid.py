@@ -19,6 +19,21 @@ from ..base import Task
 Rounder = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 
 
+class RoundingTerms(NamedTuple):
+    """What rounding to an integer format needs of the parameters, float32 [k, N]: :meth:`QParamGrid.rounder`."""
+
+    factor: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    least: Tensor | None
+    divisor: Tensor | None
+    offset: Tensor | None
+    shift: float
+    lo: float
+    hi: float
+    mid: float
+
+
 class QParamGrid(NamedTuple):
     """Block parameters as chosen, and as stored: expanded to the elements and transposed, [K, N] or None."""
 
@@ -35,31 +50,42 @@ class QParamGrid(NamedTuple):
         codes = encode(view, self.spec, flat)
         return codes.view(w.shape), stored_value(codes, self.spec, flat).view(w.shape)
 
-    def rounder(self, start: int, end: int) -> Rounder:
-        """:meth:`nearest` of one column w [N] after another of those in [start, end): (its number from ``start`` on, w)
-        -> (codes as numbers, values) [N]. The same results, with what depends on the parameters alone computed once."""
+    def terms(self, start: int, end: int) -> RoundingTerms | None:
+        """The terms of the columns in [start, end); None for formats that are not rounded with them."""
         f, mid = self.spec.format, self.spec.mid
         part = Params(*(None if p is None else p[start:end] for p in self.columns))
         if f.kind != "int" or part.scale is None or part.scale.dtype is torch.float64:
-            return partial(self._nearest_alone, start)
-        scales, offsets, zeros = part.scale.float(), part.offset, part.zero_point
-        if offsets is None:
-            factor, shift = reciprocal(part.scale), mid
+            return None
+        zero_point = None if part.zero_point is None else part.zero_point.float()
+        if part.offset is None:
+            factor, least, divisor, offset, shift = reciprocal(part.scale), None, None, None, mid
         else:
-            factor, least, divisor = offset_terms(torch.float32, part.scale, offsets, mid - f.lo, f.hi - f.lo)
-            offsets, shift = offsets.float(), f.lo
+            factor, least, divisor = offset_terms(torch.float32, part.scale, part.offset, mid - f.lo, f.hi - f.lo)
+            least, divisor, offset, shift = least.float(), divisor.float(), part.offset.float(), f.lo
+        return RoundingTerms(
+            factor.float(), part.scale.float(), zero_point, least, divisor, offset, shift, f.lo, f.hi, mid
+        )
+
+    def rounder(self, start: int, end: int) -> Rounder:
+        """:meth:`nearest` of one column w [N] after another of those in [start, end): (its number from ``start`` on, w)
+        -> (codes as numbers, values) [N]. The same results, with what depends on the parameters alone computed once."""
+        t = self.terms(start, end)
+        if t is None:
+            return partial(self._nearest_alone, start)
 
         def nearest(j: int, w: Tensor) -> tuple[Tensor, Tensor]:
-            code = w * factor[j]
-            if offsets is not None:
-                code.sub_(least[j]).div_(divisor[j])
+            code = w * t.factor[j]
+            if t.offset is not None:
+                assert t.least is not None
+                assert t.divisor is not None
+                code.sub_(t.least[j]).div_(t.divisor[j])
             code.round_()
-            if zeros is not None:
-                code.add_(zeros[j])
-            code = (code.add_(shift) if shift else code).clamp_(f.lo, f.hi)
-            value = code - mid if mid else code
-            value = (value if zeros is None else value - zeros[j].float()) * scales[j]
-            return code, value if offsets is None else value.add_(offsets[j])
+            if t.zero_point is not None:
+                code.add_(t.zero_point[j])
+            code = (code.add_(t.shift) if t.shift else code).clamp_(t.lo, t.hi)
+            value = code - t.mid if t.mid else code
+            value = (value if t.zero_point is None else value - t.zero_point[j]) * t.scale[j]
+            return code, value if t.offset is None else value.add_(t.offset[j])
 
         return nearest
 

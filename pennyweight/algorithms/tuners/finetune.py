@@ -124,7 +124,7 @@ def _improve(
     values = dequantize(parts, spec, shape)
     first = output_error(values - x, h.unsqueeze(0))
     best = BestCandidate(g, parts.codes[:n, :k], values, first, shape)
-    codes, values = quantize_columns(x, g, f)
+    codes, values, _ = quantize_columns(x, g, f)
     best.offer(g, codes, values, output_error(values - x, h.unsqueeze(0)))
     plain = not any(isinstance(kind, QuantSpec) for kind in (spec.scale, spec.offset))
     refit_and_descend(best, x, h, sweeps, scales=plain)

@@ -15,7 +15,7 @@ def _f(kind: Any, names: str) -> Iterator[tuple[str, Any]]:
         yield name, kind
 
 
-ABI = 11
+ABI = 12
 DONE, NO_MEMORY, INVALID = range(3)  # Status
 NONE, F32, BF16, F16, E8M0, I8, U8, E4M3 = range(8)  # Kind
 FLOAT, SYMMETRIC, ASYMMETRIC, STATIC = range(4)  # Activation
@@ -25,6 +25,7 @@ CHAIN_INPUT, CHAIN_CONV, CHAIN_MAX, CHAIN_MEAN, CHAIN_ADD = range(5)  # ChainKin
 PLAIN, BITS, TILES = range(3)  # Store
 UNSIGNED, SIGNED, MINIFLOAT, LOOKUP = range(4)  # Meaning
 GIVEN, RULE_SYMMETRIC, NO_CLIP, RULE_ASYMMETRIC, MINMAX = range(5)  # Rule
+GPTQ_COLUMNS = 128
 GGUF_Q4_0, GGUF_Q4_1, GGUF_Q5_0, GGUF_Q5_1, GGUF_Q8_0, GGUF_Q2_K = 2, 3, 6, 7, 8, 10  # GgufType
 GGUF_Q3_K, GGUF_Q4_K, GGUF_Q5_K, GGUF_Q6_K, GGUF_IQ4_NL, GGUF_IQ4_XS = 11, 12, 13, 14, 20, 23  # GgufType
 GGUF_MXFP4 = 39  # GgufType
@@ -133,6 +134,14 @@ class Parts(Structure):
 
 class Rounding(Structure):
     _fields_ = (*_f(Affine, "to"), *_f(c_int32, "rule"), *_f(c_float, "lo hi mid floor large part rest"),)
+
+
+class GptqBlock(Structure):
+    _fields_ = (
+        *_f(c_int64, "n columns"),
+        *_f(c_void_p, "w lower keep factor scale zero_point least divisor offset codes values errors"),
+        *_f(c_float, "shift lo hi mid"), *_f(c_int32, "threads"),
+    )
 
 
 class RowNorm(Structure):
@@ -253,6 +262,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {  # name: (result, argumen
     "pw_finite": (_I, (_P, _I, _N, _I)),
     "pw_gguf_quantize": (_I, (_I, _P, _I, _N, _N, _P, _P, _P, _I)),
     "pw_gguf_codes": (_I, (_I, _P, _N, _P, _I)),
+    "pw_gptq_block": (_I, (_P,)),
     "pw_attention": (_I, (_P, _I)),
     "pw_rotary": (_I, (_P, _I)),
     "pw_optim_steps": (_I, (_P, _N, _I)),

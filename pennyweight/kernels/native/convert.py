@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...core.call_site import in_layer
 from ...support.errors import ArgumentError
-from ..cpu.abi import GGUF_BLOCKS, GGUF_PIECE, GIVEN, MATRIX, MATRIX_BY_ROW, Affine
+from ..cpu.abi import GGUF_BLOCKS, GGUF_PIECE, GIVEN, GPTQ_COLUMNS, MATRIX, MATRIX_BY_ROW, Affine, GptqBlock
 from ..cpu.library import KINDS
 from .arguments import (
     DTYPES,
@@ -212,6 +212,50 @@ def gguf_quantize(type_: int, x: Tensor, importance: Tensor | None, out: Tensor,
         return False
     check_status(status, "gguf")
     return True
+
+
+# -- columns of GPTQ ---------------------------------------------------------------------------------------------------
+
+
+def gptq_block(
+    w: Tensor, lower: Tensor, terms: Sequence[Tensor | None], limits: Sequence[float], codes: Tensor, values: Tensor,
+    errors: Tensor, threads: int,
+) -> None:  # fmt: skip
+    """The loop over a block of columns, see src/gptq.h. Writes codes (bytes), values and errors, [columns, n] as w.
+
+    lower: [columns, columns], the block of the factor, transposed. terms: keep, factor, scale, zero point, least,
+    divisor, offset, float32 [columns, n] or None. limits: shift, lo, hi, mid.
+    """
+    columns, n = _sizes(w, "gptq: block")
+    keep, factor, scale, zero_point, *offsets = terms
+    shift, lo, hi, mid = limits
+    if (
+        not 1 <= columns <= GPTQ_COLUMNS or len(offsets) != 3 or len({p is None for p in offsets}) != 1
+        or not (-128 <= lo < hi <= 255 and hi - lo < 256)
+    ):  # fmt: skip
+        raise ArgumentError(
+            f"gptq: got a block of {columns} columns with codes from {lo} to {hi}; expected 1 to {GPTQ_COLUMNS}, codes "
+            "of 8 bits, and all terms of offsets or none"
+        )
+    count, floats = n * columns, (torch.float32,)
+
+    def at(t: Tensor | None, what: str) -> int:
+        if t is None:
+            raise ArgumentError(f"gptq: {what}: missing, expected {count} elements")
+        return address(t, f"gptq: {what}", floats, count, exact=True)
+
+    def optional(t: Tensor | None, what: str) -> int | None:
+        return None if t is None else at(t, what)
+
+    block = GptqBlock(
+        n, columns, at(w, "block"), address(lower, "gptq: factor", floats, columns * columns, exact=True),
+        optional(keep, "keep"), at(factor, "reciprocals"), at(scale, "scale"), optional(zero_point, "zero point"),
+        *map(optional, offsets, ("least", "divisor", "offset")),
+        address(codes, "gptq: codes", (torch.uint8, torch.int8), count, exact=True),
+        at(values, "values"), at(errors, "errors"), shift, lo, hi, mid, threads,
+    )  # fmt: skip
+    if n:
+        check_status(native_function("pw_gptq_block")(ctypes.addressof(block)), "gptq")
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

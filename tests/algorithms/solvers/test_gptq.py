@@ -1,11 +1,14 @@
 """GPTQ against slow formulas: error compensation, coordinate descent, refitted scales, asymmetric targets."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import pennyweight as pw
 from pennyweight.algorithms import Task
+from pennyweight.algorithms.solvers import gptq
 from pennyweight.algorithms.solvers.gptq import (
     AUTO,
     GPTAQ,
@@ -14,13 +17,17 @@ from pennyweight.algorithms.solvers.gptq import (
     asymmetric_target,
     inverse_cholesky,
     quantize_columns,
+    undamped_error,
 )
 from pennyweight.algorithms.solvers.qparam_grid import QParamGrid, grid_candidates, make_grid
 from pennyweight.algorithms.solvers.refinement import coordinate_descent, refit
 from pennyweight.algorithms.solvers.rtn import output_error, total_error
 from pennyweight.core.formats import INT4, INT8, UINT4
 from pennyweight.core.numerics import dequantize
+from pennyweight.core.qparams import choose, default_rule
 from pennyweight.core.spec import QuantSpec
+from pennyweight.kernels.cpu import library
+from tests.algorithms.solvers.test_qparam_grid import SPECS as COLUMN_SPECS
 
 K = 40
 SPECS = {
@@ -54,7 +61,7 @@ def test_feedback_by_hand(spec: QuantSpec, order: bool) -> None:
     task, h, g = setting(spec)
     f = inverse_cholesky(h, 0.01, order)
     assert f is not None
-    codes, values = quantize_columns(task.weight, g, f)
+    codes, values, left_over = quantize_columns(task.weight, g, f)
     damped = h.double() + 0.01 * h.diagonal().double().mean() * torch.eye(K)
     w, expected = task.weight.double().clone(), torch.zeros(task.weight.shape)
     left = f.order.tolist()
@@ -70,6 +77,46 @@ def test_feedback_by_hand(spec: QuantSpec, order: bool) -> None:
     assert different.float().mean() < 0.02  # ties, which float32 rounds one way or the other
     assert error(task, values, h) == pytest.approx(error(task, expected, h), rel=0.05)
     torch.testing.assert_close(g.values(codes), values)
+    exact = output_error((values - task.weight).double(), damped.unsqueeze(0))
+    torch.testing.assert_close(left_over.double(), exact, rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        undamped_error(left_over, values - task.weight, h.unsqueeze(0), float(0.01 * h.diagonal().mean())),
+        output_error((values - task.weight).double(), h.double().unsqueeze(0)), rtol=1e-3, atol=0,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(library.available() is not True, reason="no native library")
+@pytest.mark.parametrize("isa", library.isas())
+@pytest.mark.parametrize("name", sorted(COLUMN_SPECS))
+def test_native_code_has_the_bits_of_the_loop(name: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec: Any = COLUMN_SPECS[name]
+    torch.manual_seed(0)
+    calls: list[int] = []
+    native_block = gptq.gptq_block
+    monkeypatch.setattr(gptq, "gptq_block", lambda *a: (calls.append(1), native_block(*a)))
+    for n, k, threads in ((1, 32, 1), (7, 96, 1), (64, 128, 2), (65, 160, 1), (530, 288, 2), (530, 288, 1)):
+        w, h = torch.randn(n, k) * 0.1, inputs(k)
+        w[: n // 3] *= 1e-30  # scales whose reciprocals overflow
+        h = h.t() @ h / len(h)
+        grid = make_grid(choose(w, spec, default_rule(spec), None), spec, w.shape)
+        keep = None if n % 2 else torch.rand(n, k) < 0.7
+        f = inverse_cholesky(h, 0.01, k % 64 == 0)
+        assert f is not None
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        library.use_isa(isa)
+        try:
+            found = quantize_columns(w, grid, f, keep)
+            with monkeypatch.context() as patch:
+                patch.setattr(gptq, "usable", lambda: "off")
+                want = quantize_columns(w, grid, f, keep)
+        finally:
+            library.use_isa("")
+            torch.set_num_threads(before)
+        for a, b in zip(want, found, strict=True):
+            assert a.dtype is b.dtype
+            assert torch.equal(a, b)
+    assert bool(calls) == (spec.format.kind == "int")
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -99,7 +146,7 @@ def test_refitted_scales_are_least_squares_for_those_codes(spec: QuantSpec) -> N
     task, h, g = setting(spec)
     f = inverse_cholesky(h, 0.01, True)
     assert f is not None
-    codes, values = quantize_columns(task.weight, g, f)
+    codes, values, _ = quantize_columns(task.weight, g, f)
     again = refit(task.weight, codes, g, h)
     assert again is not None
     assert error(task, again.values(codes), h) < 0.99 * error(task, values, h)
@@ -152,7 +199,8 @@ def test_the_error_that_is_told_is_that_of_the_parts(seed: int) -> None:
         task, h, _ = setting(spec, 8)
         solution = GPTQ().solve(task)
         values = dequantize(solution.parts, spec, task.weight.shape)
-        assert solution.error == pytest.approx(total_error(values - task.weight, h.unsqueeze(0)))
+        error = total_error(values - task.weight, h.unsqueeze(0))
+        assert solution.error == pytest.approx(error, rel=3e-5)  # summed by the loop, in float32
         assert 0 < solution.error <= solution.nearest
 
 
@@ -176,6 +224,18 @@ def test_damping_grows_until_it_works() -> None:
     assert inverse_cholesky(torch.full((4, 4), torch.nan), 0.01, True) is None
     task = Task("w", torch.randn(4, K), SPECS["symmetric"], stats={"hessian": h.unsqueeze(0)})
     assert "damping raised to" in GPTQ(damping=0.0).solve(task).note
+
+
+@pytest.mark.parametrize("k", [1, 3, 128, 129, 300, 577])
+def test_the_factor_is_that_of_the_inverse(k: int) -> None:
+    h = inputs(k)
+    h = h.t() @ h / len(h)
+    f = inverse_cholesky(h, 0.01, True)
+    assert f is not None
+    damped = h.double() + 0.01 * h.diagonal().double().mean() * torch.eye(k)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped[f.order][:, f.order]))
+    torch.testing.assert_close(f.upper, torch.linalg.cholesky(inverse, upper=True).float(), rtol=1e-6, atol=1e-7)
+    assert torch.equal(f.upper, f.upper.triu())
 
 
 def test_large_weights_are_searched_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

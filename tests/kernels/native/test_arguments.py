@@ -127,6 +127,12 @@ def calls() -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
             [x, codes, scale, torch.zeros(42, dtype=torch.float64)],
         ),
         "ranges": (lambda x, o: native_convert.ranges(a, x, o, 1), [x, torch.zeros(20, 1, 2)]),
+        "gptq_block": (
+            lambda w, u, keep, f, s, z, a, b, c, codes, v, e: native_convert.gptq_block(
+                w, u, (keep, f, s, z, a, b, c), (8, 0, 15, 8), codes, v, e, 1
+            ),
+            [x, torch.eye(20), *(torch.ones(20, 64) for _ in range(7)), codes.clone(), x.clone(), x.clone()],
+        ),
         "finite": (lambda x: native_convert.finite(x, 1), [x]),
         "attention": (
             lambda q, k, v, m, o: native_attention.attention(q, k, v, m, out=o),

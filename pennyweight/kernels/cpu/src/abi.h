@@ -10,7 +10,7 @@
 #define PW_EXPORT __attribute__((visibility("default")))
 #endif
 
-constexpr int ABI = 11;  // incremented with each change of a structure or of an exported function's arguments
+constexpr int ABI = 12;  // incremented with each change of a structure or of an exported function's arguments
 
 // Status codes of exported functions; for pw_dequantize 1 means an index out of range.
 enum Status : int32_t { DONE = 0, NO_MEMORY = 1, INVALID = 2 };  // INVALID: inconsistent arguments, see check.h
@@ -234,6 +234,24 @@ struct Rounding {
 };
 
 // -- blocks of GGUF files ---------------------------------------------------------------------------------------------
+
+constexpr int GPTQ_COLUMNS = 128;
+
+// A block of columns in the loop of GPTQ, see gptq.h. A column is a row here: each array is [columns, n] without gaps.
+struct GptqBlock {
+    int64_t n;        // rows of the weight
+    int64_t columns;  // 1 to GPTQ_COLUMNS
+    const float* w;
+    const float* lower;  // [columns, columns]: the block of the factor, transposed
+    const float* keep;   // null, or 0 for elements that become the number nearest to 0 and 1 for others
+    const float *factor, *scale;
+    const float* zero_point;                // or null
+    const float *least, *divisor, *offset;  // null without offsets
+    uint8_t* codes;                         // of 8 bits, signed if lo is below 0
+    float *values, *errors;
+    float shift, lo, hi, mid;  // code: steps + zero point + shift, from lo to hi; its number: code - mid - zero point
+    int32_t threads;
+};
 
 // Types of blocks of GGUF files, with ggml's numbers; see gguf_quantize.h and gguf_codes.h.
 enum GgufType : int32_t {
@@ -514,6 +532,7 @@ PW_EXPORT int pw_finite(const void* x, int kind, int64_t count, int threads);
 PW_EXPORT int pw_gguf_quantize(int type, const void* x, int kind, int64_t count, int64_t k, const float* importance,
                                uint8_t* out, double* sums, int threads);
 PW_EXPORT int pw_gguf_codes(int type, const uint8_t* blocks, int64_t count, uint8_t* stream, int threads);
+PW_EXPORT int pw_gptq_block(const GptqBlock* block);
 PW_EXPORT int pw_attention(const AttentionArgs* args, int threads);
 PW_EXPORT int pw_rotary(const RotaryArgs* args, int threads);
 PW_EXPORT int pw_optim_steps(const OptimJob* jobs, int64_t count, int threads);

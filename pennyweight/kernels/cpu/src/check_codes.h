@@ -159,4 +159,32 @@ inline bool gguf_codes(const char* function, int type, const uint8_t* blocks, in
     return c.fit();
 }
 
+inline bool gptq_block(const char* function, const GptqBlock* block) {
+    Arguments c(function);
+    c.memory("block", block, 1, sizeof *block);
+    if (!c.fit()) return false;
+    const GptqBlock& b = *block;
+    if (!c.must(size(b.n) && within(b.columns, 1, GPTQ_COLUMNS), "n from 0 to 2**40 and 1 to 128 columns") ||
+        !c.must(!b.least == !b.offset && !b.divisor == !b.offset, "all terms of offsets or none") ||
+        !c.must(b.lo >= -128 && b.hi <= 255 && b.lo < b.hi && b.hi - b.lo < 256, "lo below hi, within 8 bits") ||
+        !threads(c, b.threads))
+        return false;
+    const int64_t count = times({b.n, b.columns});
+    c.memory("w", b.w, count, 4);
+    c.memory("lower", b.lower, b.columns * b.columns, 4);
+    c.memory("factor", b.factor, count, 4);
+    c.memory("scale", b.scale, count, 4);
+    if (b.keep) c.memory("keep", b.keep, count, 4);
+    if (b.zero_point) c.memory("zero_point", b.zero_point, count, 4);
+    if (b.offset) {
+        c.memory("least", b.least, count, 4);
+        c.memory("divisor", b.divisor, count, 4);
+        c.memory("offset", b.offset, count, 4);
+    }
+    c.memory("codes", b.codes, count);
+    c.memory("values", b.values, count, 4);
+    c.memory("errors", b.errors, count, 4);
+    return c.fit();
+}
+
 }  // namespace check

@@ -5,6 +5,7 @@
 #include "dequantize.h"
 #include "gguf_codes.h"
 #include "gguf_quantize.h"
+#include "gptq.h"
 #include "optimizer.h"
 #include "pack.h"
 #include "quantize.h"
@@ -94,6 +95,7 @@ PW_PART(conversions) {
     table->finite = finite;
     table->gguf_quantize = gguf_quantize;
     table->gguf_codes = gguf_codes;
+    table->gptq_block = gptq_block;
     table->optim_steps = optim_steps;
     table->probe[PROBE_READ] = probe_memory;
     table->probe[PROBE_F32] = probe_threads<probe_f32>;

@@ -240,6 +240,11 @@ PW_EXPORT int pw_gguf_codes(int type, const uint8_t* blocks, int64_t count, uint
     table().gguf_codes(type, blocks, count, stream, threads);
     return DONE;
 }
+PW_EXPORT int pw_gptq_block(const GptqBlock* block) {
+    if (!check::gptq_block("pw_gptq_block", block)) return INVALID;
+    table().gptq_block(block);
+    return DONE;
+}
 PW_EXPORT int pw_attention(const AttentionArgs* args, int threads) {
     return check::attention("pw_attention", args, threads) ? table().attention(args, threads) : (int)INVALID;
 }

@@ -29,6 +29,7 @@ struct Table {
     int (*gguf_quantize)(int type, const void* x, int kind, int64_t count, int64_t k, const float* importance,
                          uint8_t* out, double* sums, int threads);
     void (*gguf_codes)(int type, const uint8_t* blocks, int64_t count, uint8_t* stream, int threads);
+    void (*gptq_block)(const GptqBlock*);
 };
 
 // pw_part_<part>_<isa>: the function of a part that enters its functions. It must not run on a machine without the

@@ -377,6 +377,67 @@ void gguf_stream() {
            });
 }
 
+// A block of columns of GPTQ.
+void gptq() {
+    const int64_t n = rows_of(), columns = chance(4) ? one_of<int64_t>({1, 64, 127, 128}) : 1 + below(40);
+    const int64_t count = n * columns;
+    const bool is_signed = chance(2), zeros = chance(2), offsets = chance(3), some = chance(3);
+    Bytes factor = numbers(F32, columns * columns, 0.1f);
+    for (int64_t i = 0; i < columns; ++i) memcpy(&factor[(size_t)(i * columns + i) * 4], "\0\0\x80\x3f", 4);  // 1
+    Bytes kept((size_t)(some ? count * 4 : 0));
+    for (size_t i = 0; i < kept.size(); i += 4) memcpy(&kept[i], chance(2) ? "\0\0\x80\x3f" : "\0\0\0\0", 4);
+    const auto of = [&](bool there, float size) { return numbers(F32, there ? count : 0, size, true); };
+    const Room w(numbers(F32, count)), lower(factor), keep(kept), times(of(true, 4)), scale(of(true, 0.2f));
+    const Room zero(of(zeros, 3)), least(of(offsets, 1)), divisor(of(offsets, 1)), offset(of(offsets, 1));
+    const Room codes((size_t)count), values((size_t)count * 4), errors((size_t)count * 4);
+    const auto at = [](const Room& room) { return (float*)room.pointer(); };
+    const GptqBlock block = {n,
+                             columns,
+                             at(w),
+                             at(lower),
+                             at(keep),
+                             at(times),
+                             at(scale),
+                             at(zero),
+                             at(least),
+                             at(divisor),
+                             at(offset),
+                             codes.data(),
+                             at(values),
+                             at(errors),
+                             is_signed ? 0.0f : 8.0f,
+                             is_signed ? -8.0f : 0.0f,
+                             is_signed ? 7.0f : 15.0f,
+                             is_signed ? 0.0f : 8.0f,
+                             1};
+    const auto with = [&](auto change) {
+        return [&, change] {
+            GptqBlock b = block;
+            change(b);
+            return (int64_t)pw_gptq_block(&b);
+        };
+    };
+    compare(
+        "pw_gptq_block", {codes, values, errors},
+        [&](int threads) { return with([&](GptqBlock& b) { b.threads = threads; })(); }, !wild);
+    using G = GptqBlock;
+    refuse("pw_gptq_block", {
+                                {"n", with([](G& b) { b.n = -1; })},
+                                {"no columns", with([](G& b) { b.columns = 0; })},
+                                {"columns", with([](G& b) { b.columns = GPTQ_COLUMNS + 1; })},
+                                {"offsets", with([](G& b) { b.offset = b.offset ? nullptr : b.w; })},
+                                {"an empty range", with([](G& b) { b.hi = b.lo; })},
+                                {"a long range", with([](G& b) { b.lo = -128, b.hi = 200; })},
+                                {"threads", with([](G& b) { b.threads = 0; })},
+                                {"no w", with([](G& b) { b.w = nullptr; })},
+                                {"no factor", with([](G& b) { b.lower = nullptr; })},
+                                {"no scale", with([](G& b) { b.scale = nullptr; })},
+                                {"no codes", with([](G& b) { b.codes = nullptr; })},
+                                {"no errors", with([](G& b) { b.errors = nullptr; })},
+                                {"no block", [&] { return (int64_t)pw_gptq_block(nullptr); }},
+                            });
+}
+
 void finite() {
     const int kind = one_of<int>({F32, BF16, F16});
     const int64_t count = chance(10) ? (1 << 15) + below(70000) : below(300);
