@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import pennyweight
+from tests import forked
 
 PACKAGE = Path(pennyweight.__file__).parent
 FLOORS = {"support": 0, "core": 1, "kernels": 2, "distributed": 3, "planning": 4, "algorithms": 5, "quantize": 6}
@@ -185,7 +186,7 @@ print({"triton_weight_only", "triton_int8", "torch_scaled_mm"} <= set(names), "t
 
 def test_files_for_gpus_are_imported_with_the_first_gpu_case() -> None:
     """A CPU program loads none of them; listing the kernels does, and still not triton itself."""
-    run = subprocess.run([sys.executable, "-c", WITHOUT_GPU], capture_output=True, text=True, check=False)
+    run = forked.run(["-c", WITHOUT_GPU])
     assert run.stdout.splitlines() == ["[]", "[]", "True False"], run.stderr[-3000:]
 
 
@@ -233,5 +234,5 @@ def test_whoever_asks_for_a_gpu_finds_all_rows_and_layouts() -> None:
         "select": "True triton_weight_only", "layout": "False gpu True", "names": "False True True",
         "layouts": "True", "explain": "True triton_weight_only",
     }  # fmt: skip
-    run = subprocess.run([sys.executable, "-c", BY_CASE, *printed], capture_output=True, text=True, check=False)
+    run = forked.run(["-c", BY_CASE, *printed])
     assert run.stdout.splitlines() == [*printed.values()], run.stderr[-3000:]

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from benchmarks import overview
 from benchmarks.models.page import MEASURED, all_verdicts
 from pennyweight.core.spec import SPECS
 from pennyweight.support.extras import EXTRAS
+from tests import forked
 from tests.integrations.small import float_folder, quantized, tokenizer
 from tests.io.hub_server import Hub
 
@@ -61,9 +61,7 @@ def test_all_snippets_in_order_in_a_new_process(model_hub: Hub, tmp_path: Path) 
     (tmp_path / "all.py").write_text("\n".join(BLOCKS), encoding="utf-8")
     env = os.environ | {"HF_ENDPOINT": model_hub.url, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
     env |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run(
-        [sys.executable, "all.py"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-    )
+    done = forked.run(["all.py"], cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "2.weight" in done.stdout
 

@@ -14,6 +14,7 @@ from pennyweight import SpecConfig, quantize_
 from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.distributed import all_reduce
+from tests.distributed.group import METHOD
 
 CONFIG = SpecConfig(QuantSpec(INT4, (16,)), ActivationSpec(QuantSpec(INT8, (-1,))))
 RECIPE = [{"smooth": {"samples": 64}}, "awq", "nearest", {"bias": {"create": True}}]
@@ -57,7 +58,7 @@ def run(rank: int, folder: str) -> None:
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 def test_two_ranks_end_with_the_same_model(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(run, (str(tmp_path),), nprocs=2)
+    torch.multiprocessing.start_processes(run, (str(tmp_path),), nprocs=2, start_method=METHOD)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     for name in first:
         assert list(first[name]) == list(second[name])

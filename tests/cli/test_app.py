@@ -1,7 +1,6 @@
 """The command as a process: exit codes, streams, pipes."""
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,11 @@ import pytest
 
 import pennyweight as pw
 from pennyweight.planning.quantize_report import nbytes_of
+from tests import forked
 
 
 def process(*arguments: Any) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "pennyweight", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return forked.run(["-m", "pennyweight", *arguments])
 
 
 def test_version_and_help(run: Any) -> None:
@@ -36,8 +35,7 @@ def test_as_a_process(plain: Path) -> None:
 
 
 def test_a_reader_that_goes_away_is_no_error(plain: Path) -> None:
-    command = [sys.executable, "-m", "pennyweight", "inspect", str(plain)]
-    writer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    writer = forked.start(["-m", "pennyweight", "inspect", plain], stdout=forked.PIPE, stderr=forked.PIPE)
     assert writer.stdout is not None
     assert writer.stderr is not None
     writer.stdout.close()  # long before it is written to

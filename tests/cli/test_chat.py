@@ -4,8 +4,6 @@ import json
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ from pennyweight.cli.app import app
 from pennyweight.cli.interrupts import stop_request
 from pennyweight.inference.conversation import Conversation
 from pennyweight.integrations.transformers import load_pretrained
+from tests import forked
 from tests.inference.chat_models import llama, tokenizer
 
 
@@ -202,8 +201,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(tmp_path: Path) -> None:
         model.lm_head.weight[258] = 0
     talker = saved(model, tmp_path / "talker")
     main, terminal = pty.openpty()
-    command = [sys.executable, "-m", "pennyweight", "chat", str(talker), "--max-new-tokens", "90000", "--no-fuse"]
-    chat = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal)
+    command = ["-m", "pennyweight", "chat", talker, "--max-new-tokens", "90000", "--no-fuse"]
+    chat = forked.start(command, stdin=terminal, stdout=terminal, stderr=terminal)
     os.close(terminal)
     seen = ""
 

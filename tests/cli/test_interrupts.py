@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.cli.conftest import snapshot
 from tests.io.hub_server import Hub
 
@@ -48,9 +47,9 @@ def stopped(tmp_path: Path) -> Stopped:
             for i, job in enumerate(jobs)
         ]  # fmt: skip
         (tmp_path / "jobs.json").write_text(json.dumps(full))
-        command = [sys.executable, "-m", "tests.cli.stopped", str(tmp_path / "jobs.json")]
+        command = ["-m", "tests.cli.stopped", str(tmp_path / "jobs.json")]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        run = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+        run = forked.run(command, env=env)
         assert run.returncode == 0, run.stderr
         lines = [json.loads(line) for line in run.stdout.splitlines()]
         return [Result(job, *line) for job, line in zip(full, lines, strict=True)]

@@ -3,8 +3,6 @@
 import importlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +17,7 @@ import pennyweight as pw
 from pennyweight.io import quantize_checkpoint
 from pennyweight.planning.configs.by_name import by_name
 from pennyweight.planning.quantize_report import size
+from tests import forked
 
 LINEAR = {"head.weight", *(f"blocks.{i}.{n}.weight" for i in range(2) for n in ("q", "up"))}
 
@@ -302,8 +301,8 @@ def test_a_llama_by_its_config(run: Any, llama: Path, tmp_path: Path) -> None:
 
 
 def test_as_a_process(plain: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", "-m", "pennyweight", "quantize", str(plain), str(tmp_path / "out")]
-    done = subprocess.run([*command, "--config", "nf4"], capture_output=True, text=True, check=False, env=os.environ)
+    command = ["-W", "error", "-m", "pennyweight", "quantize", plain, tmp_path / "out", "--config", "nf4"]
+    done = forked.run(command)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"-> {model_bytes(tmp_path / 'out'):,} bytes" in done.stdout
     assert {t.spec.format.name for n, t in pw.load(tmp_path / "out").items() if n in LINEAR} == {"nf4"}
@@ -314,9 +313,9 @@ def test_progress_is_shown_on_a_terminal_only_there(plain: Path, tmp_path: Path)
     import pty
 
     terminal, stderr = pty.openpty()
-    command = [sys.executable, "-m", "pennyweight", "quantize", str(plain), str(tmp_path / "out"), "--config", "int8"]
+    command = ["-m", "pennyweight", "quantize", plain, tmp_path / "out", "--config", "int8"]
     with open(tmp_path / "stdout", "wb") as stdout:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
+        process = forked.start(command, stdout=stdout, stderr=stderr)
     os.close(stderr)
     shown = b""
     with suppress(OSError):  # how Linux says that the other end is closed

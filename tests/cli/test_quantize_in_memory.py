@@ -1,8 +1,6 @@
 """quantize --algorithm, --budget: what quantize_ makes of the model in memory, on disk."""
 
 import json
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from pennyweight.algorithms.mixed_precision.latency import CallTimer
 from pennyweight.io.meta_model import load_tokenizer
 from pennyweight.quantize import Latency
 from pennyweight.report.evaluation_inputs import load_folder, read_texts, text_batches
+from tests import forked
 from tests.cli.conftest import snapshot
 
 GROUPS = ("--config", "int3", "--group-size", "32", "--skip", "lm_head")
@@ -56,9 +55,9 @@ def test_weights_that_stay_in_files(run: Any, writer: Path, text: Path, tmp_path
     assert snapshot(out) == snapshot(tmp_path / "whole")
     several = run("quantize", writer, tmp_path / "other", *GROUPS, "--max-memory", "1GB")
     assert "--max-memory is for --algorithm" in several.stderr
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = ["-m", "pennyweight", "quantize", writer, tmp_path / "two", *arguments, "--max-memory", "1GB"]
-    two = subprocess.run([*torchrun, *map(str, command)], capture_output=True, text=True, check=False)
+    two = forked.run([*torchrun, *command])
     assert two.returncode == 0, two.stderr
     assert snapshot(tmp_path / "two") == snapshot(tmp_path / "whole")
 

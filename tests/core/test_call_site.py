@@ -1,8 +1,6 @@
 """Results that depend on the calling code are decided in one file, and only for the libraries that need it."""
 
 import copy
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +14,7 @@ import pennyweight as pw
 from pennyweight.core import call_site
 from pennyweight.distributed import dispatch
 from pennyweight.integrations import callers
+from tests import forked
 
 PACKAGE = Path(pw.__file__).parent
 # Others that read frames, and what for: not to decide what a tensor does
@@ -99,7 +98,7 @@ assert [*call_site.OFFLOADS] == ["accelerate.utils.offload"] and [*call_site.TRA
 
 
 def test_a_library_is_registered_when_it_is_imported() -> None:
-    run = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=False)
+    run = forked.run(["-c", LOADED])
     assert run.returncode == 0, run.stderr
 
 

@@ -2,8 +2,6 @@
 
 import ast
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from torch import nn
 
 import pennyweight as pw
+from tests import forked
 
 
 class Recorded(logging.Handler):
@@ -83,7 +82,7 @@ def test_nothing_is_shown_unless_asked_for():
     code = "import torch, pennyweight as pw{}\nm = torch.nn.Linear(64, 64)\npw.quantize_(m, 'int8')\npw.dequantize_(m)"
     ask = "\nimport logging; logging.basicConfig(); logging.getLogger('pennyweight').setLevel(logging.INFO)"
     for setup, lines in (("", 0), (ask, 2)):
-        run = subprocess.run([sys.executable, "-c", code.format(setup)], capture_output=True, text=True, check=True)
+        run = forked.run(["-c", code.format(setup)], check=True)
         assert run.stdout == ""
         shown = [line for line in run.stderr.splitlines() if "quantize" in line]
         assert len(shown) == lines

@@ -29,6 +29,7 @@ from pennyweight.core.qparams import Params
 from pennyweight.core.spec import SPECS as core_specs
 from pennyweight.core.spec import TINYGEMM, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
+from tests import forked
 from tests.tensors import INT8_STATIC, INT8_TOKEN, REORDERED, SPECS, UINT8_TOKEN, again, quantized
 
 
@@ -459,10 +460,7 @@ torch.save({name: w.dequantize() for name, w in state.items()}, sys.argv[2])
 def test_loading_in_a_process_that_only_imports_pennyweight(tmp_path: Path) -> None:
     state = {name: quantized(name) for name in SPECS}
     torch.save(state, tmp_path / "state.pt")
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", LOAD, str(tmp_path / "state.pt"), str(tmp_path / "out.pt")],
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
+    run = forked.run(["-W", "error", "-c", LOAD, tmp_path / "state.pt", tmp_path / "out.pt"], check=True)
     assert run.stdout == run.stderr == ""
     out = torch.load(tmp_path / "out.pt", weights_only=True)
     for name, w in state.items():

@@ -4,14 +4,13 @@ import importlib
 import inspect
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from pennyweight.core.torchscript import WRITERS as GUARDED
+from tests import forked
 from tests.core import writer_cases
 
 REFUSED = "TorchScript cannot write the quantized tensor"
@@ -153,8 +152,8 @@ def names() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, tuple[int, str]]:
-    command = [sys.executable, "-W", "ignore", "-m", writer_cases.__name__]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    command = ["-W", "ignore", "-m", writer_cases.__name__]
+    done = forked.run(command, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -1,6 +1,5 @@
 """Calls of torch.distributed with ordinary functions: each has its own result there, and the usual one elsewhere."""
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -18,6 +17,7 @@ from pennyweight.core.formats import INT8
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.distributed import ddp
 from pennyweight.distributed.dispatch import CALLS
+from tests import forked
 
 aten = torch.ops.aten
 DTENSOR, FSDP, CHECKPOINT = "torch.distributed.tensor.x", "torch.distributed.fsdp.x", "torch.distributed.checkpoint.x"
@@ -163,7 +163,7 @@ print("pennyweight.distributed.dispatch" in sys.modules)
 
 
 def test_a_program_without_torch_distributed_reads_no_stack_and_loads_no_handler() -> None:
-    run = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False)
+    run = forked.run(["-c", ALONE])
     assert (run.returncode, run.stdout) == (0, "False\n"), run.stderr
 
 
@@ -184,7 +184,5 @@ dist.destroy_process_group()
 def test_handlers_answer_for_a_tensor_unpickled_in_a_fresh_process() -> None:
     import pickle
 
-    run = subprocess.run(
-        [sys.executable, "-c", FRESH], input=pickle.dumps(weight()).hex(), capture_output=True, text=True, check=False
-    )
+    run = forked.run(["-c", FRESH], input=pickle.dumps(weight()).hex())
     assert (run.returncode, run.stdout) == (0, "AffineQuantizedTensor\n"), run.stderr

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import pennyweight as pw
 from pennyweight.cli.app import app
 from pennyweight.io import CheckpointError, quantize_checkpoint, resumable_write
 from pennyweight.planning.configs.by_name import by_name
+from tests import forked
 from tests.distributed.group import METHOD
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
@@ -144,10 +143,9 @@ def test_ranks_of_different_jobs(tmp_path: Path) -> None:
 def test_torchrun(tmp_path: Path) -> None:
     src = source(tmp_path / "src")
     convert(src, tmp_path / "one")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = ["-m", "pennyweight", "quantize", str(src), str(tmp_path / "out"), "--config", "int8"]
-    how = {"capture_output": True, "text": True, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
-    run = subprocess.run([*torchrun, *command, "--max-shard-size", "20kB"], check=False, **how)  # type: ignore[call-overload]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "pennyweight", "quantize", src, tmp_path / "out", "--config", "int8", "--max-shard-size", "20kB"]
+    run = forked.run([*torchrun, *command], env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("parameters quantized") == 1
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "one")

@@ -2,14 +2,13 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import pennyweight.distributed as pwd
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "distributed.md"
@@ -21,9 +20,8 @@ def test_the_lines_run_on_two_ranks(tmp_path: Path) -> None:
     lines = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.S | re.M)
     # Without the exit of the interpreter, in which threads of torch's sometimes abort a process on a busy machine
     script.write_text("\n".join([*lines, "import os", "os._exit(0)"]))
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
-        capture_output=True, text=True, check=False, timeout=300,
+    run = forked.run(
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script], timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::UserWarning"},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-4000:]

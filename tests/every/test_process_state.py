@@ -2,13 +2,12 @@
 
 import json
 import re
-import subprocess
-import sys
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.every.process_state import STATES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -33,8 +32,8 @@ def usual() -> dict[str, str]:
 
 
 def run(state: str) -> tuple[dict[str, str], dict[str, str]]:
-    command = [sys.executable, "-m", "tests.every.process_state", state]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    command = ["-m", "tests.every.process_state", state]
+    done = forked.run(command, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr[-2000:]
     under, after = json.loads(done.stdout)
     return under, after

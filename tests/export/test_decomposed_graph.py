@@ -1,8 +1,6 @@
 """Exported programs with quantized_decomposed operators compute what the model computes, without this package."""
 
 import io
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ from torch import nn
 
 import pennyweight as pw
 from pennyweight.export.decomposed_graph import export_quantize_dequantize
+from tests import forked
 
 D = "quantized_decomposed."
 DYNAMIC = ["choose_qparams_per_token_asymmetric", "quantize_per_token", "dequantize_per_token"]
@@ -115,7 +114,7 @@ from torch.ao.quantization.fx import _decomposed
 x, y = torch.load(r"{tmp_path / "xy.pt"}")
 print(torch.allclose(torch.export.load(r"{tmp_path / "m.pt2"}").module()(x), y), "pennyweight" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = forked.run(["-c", code], cwd=tmp_path)
     assert done.stdout.split() == ["True", "False"], done.stderr
 
 

@@ -4,8 +4,6 @@ import copy
 import io
 import os
 import pickle
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.inference import CheckError, FusedBlock, checked
+from tests import forked
 from tests.inference.fuse_models import FAMILIES, NEWEST, SCHEMES, blocks_of, inputs, model_of, states
 
 transformers = pytest.importorskip("transformers")
@@ -403,8 +402,5 @@ def test_a_fault_in_the_cache_is_found() -> None:
 def test_the_environment_variable() -> None:
     code = "from pennyweight.inference.verify_block import checks_enabled; print(checks_enabled())"
     for value, expected in (("1", "True"), ("0", "False")):
-        result = subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "PENNYWEIGHT_CHECK": value}, capture_output=True,
-            text=True, check=True,
-        )  # fmt: skip
+        result = forked.run(["-c", code], env={**os.environ, "PENNYWEIGHT_CHECK": value}, check=True)  # fmt: skip
         assert result.stdout.strip() == expected

@@ -1,8 +1,6 @@
 """accelerate's hooks move and hold quantized weights like any others."""
 
 import copy
-import subprocess
-import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -25,6 +23,7 @@ from transformers import LlamaForCausalLM
 import pennyweight as pw
 from pennyweight.integrations.transformers import attach_quantizer
 from pennyweight.io import CheckpointError
+from tests import forked
 from tests.integrations import writers
 from tests.integrations.small import IDS, assert_same_weights, float_folder, llama, shape
 from tests.integrations.writers import Writer
@@ -232,8 +231,8 @@ def test_no_loader_leaves_random_weights_in_a_process_without_us(tmp_path: Path)
     folders = [str(tmp_path / config) for config in ("int8", "int4", "nvfp4")]
     for folder in folders:
         pw.save(writers.quantized(writers.pair, Path(folder).name), folder)
-    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_US, *folders]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = ["-W", "ignore", "-c", WITHOUT_US, *folders]
+    done = forked.run(command)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -6,8 +6,6 @@ that it made up.
 
 import json
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import torch
 import pennyweight as pw
 from pennyweight.integrations.transformers import attach_quantizer, load_pretrained
 from pennyweight.io.config_files import NO_SUCH_FILE
+from tests import forked
 from tests.integrations.small import IDS, assert_same_weights, llama, tokenizer
 
 CONFIGS = {
@@ -103,8 +102,8 @@ def run(root: Path, before: str = "", after: str = "") -> dict[str, Any]:
     """What every reader made of every folder in a new process: (relative distance of the outputs or None, error)."""
     out = root / f"{before}-{after}.json"
     names = ",".join(sorted(str(p) for p in root.iterdir() if p.is_dir()))
-    command = [sys.executable, "-c", PROBE, before, after, names, str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    command = ["-c", PROBE, before, after, names, str(out)]
+    done = forked.run(command, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text())
 

@@ -1,8 +1,6 @@
 """sentence-transformers: a small random encoder, quantized, saved and loaded."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from transformers import BertConfig, BertModel, BertTokenizerFast
 
 import pennyweight as pw
 from pennyweight.integrations.transformers import attach_quantizer
+from tests import forked
 from tests.integrations import writers
 from tests.integrations.writers import Writer
 
@@ -160,8 +159,8 @@ def test_a_process_that_does_not_know_us(tmp_path: Path) -> None:
     for name, format in (("ours", "pennyweight"), ("compressed", "compressed-tensors")):
         attach_quantizer(model[0].model, save_as=format)
         model.save(str(tmp_path / name), create_model_card=False)
-    command = [sys.executable, "-c", PROBE, str(tmp_path / "ours"), str(tmp_path / "compressed"), *TEXTS]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = ["-c", PROBE, str(tmp_path / "ours"), str(tmp_path / "compressed"), *TEXTS]
+    run = forked.run(command)
     assert run.returncode == 0, run.stderr[-2000:]
     compressed, ours = (torch.tensor(json.loads(line)) for line in run.stdout.splitlines() if line.startswith("[["))
     expected = model.encode(TEXTS, convert_to_tensor=True).cpu()

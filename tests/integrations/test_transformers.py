@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pennyweight as pw
 from pennyweight.integrations.transformers import PennyweightConfig, attach_quantizer
 from pennyweight.integrations.transformers import quantizer as quantizer_file
 from pennyweight.io.manifest import VERSION
+from tests import forked
 from tests.integrations.small import IDS, assert_same_weights, bits, float_folder, llama, quantized, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
@@ -137,8 +136,8 @@ def test_a_short_name_a_group_size_and_skip_mean_the_same_everywhere(folder: Pat
     pw.quantize_(by_hand, pw.Int4WeightOnlyConfig(32), skip=["lm_head", "*.down_proj"])
     pw.quantize_checkpoint(folder, tmp_path / "files", pw.Int4WeightOnlyConfig(32), skip=["lm_head", "*.down_proj"])
     options = ("--config", "int4", "--group-size", "32", "--skip", "lm_head", "--skip", "*.down_proj")
-    command = [sys.executable, "-m", "pennyweight", "quantize", str(folder), str(tmp_path / "cli"), *options]
-    subprocess.run(command, check=True, capture_output=True)
+    command = ["-m", "pennyweight", "quantize", str(folder), str(tmp_path / "cli"), *options]
+    forked.run(command, check=True)
     on_load = AutoModelForCausalLM.from_pretrained(folder, quantization_config=asked)
     done = [name for name, p in model.named_parameters() if isinstance(p, pw.AffineQuantizedTensor)]
     assert "model.layers.0.mlp.up_proj.weight" in done

@@ -3,8 +3,6 @@
 import copy
 import json
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ import pennyweight as pw
 from pennyweight.integrations.transformers import attach_quantizer
 from pennyweight.integrations.transformers.saving import InPlaceQuantizer
 from pennyweight.quantize import save_pretrained
+from tests import forked
 from tests.integrations.small import IDS, llama
 from tests.integrations.writers import CONFIGS, Writer, check
 
@@ -206,4 +205,4 @@ def test_a_plain_module_imports_no_library() -> None:
         "import sys, torch, pennyweight as pw; pw.quantize_(torch.nn.Linear(64, 64), pw.Int8WeightOnlyConfig()); "
         "assert not {'transformers', 'diffusers', 'accelerate'} & sys.modules.keys()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    forked.run(["-c", code], check=True)

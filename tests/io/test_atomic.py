@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from pennyweight.io.gguf.metadata import Value
 from pennyweight.io.replace_checkpoint import replacing
 from pennyweight.report import golden_outputs
 from pennyweight.report.golden_outputs import Golden
+from tests import forked
 from tests.io.crashing import Crash, full_after, stopping
 
 INT8 = pw.Int8WeightOnlyConfig()
@@ -341,10 +341,8 @@ while time.monotonic() < end or times < 6:
 def test_two_writers_at_once_and_a_reader(tmp_path: Path) -> None:
     out = tmp_path / "out"
     save(OLD, out, max_shard_bytes=SHARDS)
-    run = [sys.executable, "-c", WRITER, str(out)]
-    writers = [
-        subprocess.Popen([*run, str(n), "2"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for n in (2, 3)
-    ]
+    run = ["-c", WRITER, out]
+    writers = [forked.start([*run, n, 2], stdin=forked.PIPE, stdout=forked.PIPE) for n in (2, 3)]
     for writer in writers:
         assert writer.stdout is not None
         assert writer.stdin is not None
@@ -356,7 +354,8 @@ def test_two_writers_at_once_and_a_reader(tmp_path: Path) -> None:
         seen.append(which(load(out), old=OLD, new=NEW, next=NEXT))
     assert [writer.wait() for writer in writers] == [0, 0]
     for writer in writers:
-        writer.communicate()
+        with writer:
+            pass
     assert len(set(seen)) > 1
     assert which(by_index_first(out), new=NEW, next=NEXT) == which(by_file_first(out), new=NEW, next=NEXT)
     save(OLD, out)
@@ -588,11 +587,8 @@ def test_an_onnx_model_and_its_data(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on Windows")
 def test_killed_on_a_real_disk(tmp_path: Path) -> None:
-    run = [sys.executable, "-m", "benchmarks.reliability.kill_writers", "--rounds", "4", "--megabytes", "1"]
-    done = subprocess.run(
-        [*run, "--folder", str(tmp_path), "save-shards", "save-switch", "force"],
-        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+    command = ["-m", "benchmarks.reliability.kill_writers", "--rounds", 4, "--megabytes", 1, "--folder", tmp_path]
+    done = forked.run([*command, "save-shards", "save-switch", "force"], cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("4 rounds, all whole") == 3
 
@@ -632,16 +628,16 @@ def test_truncation_after_loading_changes_nothing_without_mapping(tmp_path: Path
     save(model, tmp_path / "shards", max_shard_bytes=300_000)
     pw.quantize_(model, INT8)
     save(model, tmp_path / "quantized")
-    run = [sys.executable, "-c", TRUNCATED, "copied", *map(str, tmp_path.iterdir())]
-    copied = subprocess.run(run, capture_output=True, text=True, check=False)
+    run = ["-c", TRUNCATED, "copied", *map(str, tmp_path.iterdir())]
+    copied = forked.run(run)
     assert copied.stdout.count("as before") == 5, copied.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what the system does to a mapping is its own")
 def test_truncation_of_a_mapped_file_ends_the_process_as_documented(tmp_path: Path) -> None:
     save({"w": torch.randn(512, 512)}, tmp_path / "m")
-    run = [sys.executable, "-c", TRUNCATED, "mapped", str(tmp_path / "m")]
-    assert subprocess.run(run, capture_output=True, check=False).returncode == -signal.SIGBUS
+    run = ["-c", TRUNCATED, "mapped", str(tmp_path / "m")]
+    assert forked.run(run).returncode == -signal.SIGBUS
 
 
 def test_a_file_that_is_cut_short_while_it_is_read_says_so(tmp_path: Path) -> None:

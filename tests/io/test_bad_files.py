@@ -1,7 +1,6 @@
 """Every bad file is refused: for the right reason, in under a second, in little memory, with the model untouched."""
 
 import copy
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 
 from pennyweight.core.tensor import AffineQuantizedTensor
 from pennyweight.io import CheckpointError, flatten, load, unflatten
+from tests import forked
 from tests.io.bad_files import CASES
 from tests.io.samples import Model, sample_file, sample_model
 
@@ -218,7 +218,7 @@ def test_refusing_takes_little_memory(tmp_path: Path) -> None:
         folder = tmp_path / str(i)
         folder.mkdir()
         paths.append(CASES[case](folder))
-    run = subprocess.run([sys.executable, "-c", CHILD, *map(str, paths)], capture_output=True, text=True, check=False)
+    run = forked.run(["-c", CHILD, *map(str, paths)])
     assert (run.returncode, run.stderr) == (0, "")
 
 

@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from pennyweight.io.meta_model import fresh_model
 from pennyweight.planning.config_resolution import PlanError
 from pennyweight.planning.quantize_report import size
 from pennyweight.report.evaluation_inputs import load_folder
+from tests import forked
 
 transformers = pytest.importorskip("transformers")
 CONFIG = pw.Int4WeightOnlyConfig(group_size=32)
@@ -169,7 +168,7 @@ def test_killed_and_resumed(folders: dict[str, Path], tmp_path: Path) -> None:
     pw.quantize_checkpoint(folders["llama"], want, CONFIG, calibration=batches(), algorithm="gptq")
     root = str(Path(__file__).parents[2])
     code = CHILD.format(root=root, src=str(folders["llama"]), dst=str(out))
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    process = forked.start(["-c", code], stdout=forked.PIPE)
     assert process.stdout is not None
     for _ in range(12):
         assert process.stdout.readline()

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from pennyweight.planning.configs import (
 )
 from pennyweight.planning.configs.base import SpecConfig
 from pennyweight.quantize import FqnToConfig, PlanError, quantize_
+from tests import forked
 from tests.io.test_native_format import assert_same
 
 
@@ -223,9 +223,7 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path: Path) -> None:
     dst = tmp_path / "dst"
     seen: set[str] = set()
     for stop in (1, 4, 6):  # in the first shard, later, and near the end, each going on from the one before
-        run = subprocess.run(
-            [sys.executable, "-c", CHILD, str(tmp_path / "src"), str(dst), str(stop)], capture_output=True, check=False
-        )
+        run = forked.run(["-c", CHILD, str(tmp_path / "src"), str(dst), str(stop)])
         assert run.returncode == -signal.SIGKILL, run.stderr
         there = contents(dst)
         assert "model.safetensors.index.json" not in there
@@ -323,7 +321,5 @@ def test_memory_is_not_the_checkpoints(tmp_path: Path) -> None:
     big = {f"layers.{i}.weight": torch.full((3000, 8192), 0.01, dtype=torch.bfloat16) for i in range(4)}
     src = tmp_path / "src"
     save(big, src)
-    run = subprocess.run(
-        [sys.executable, "-c", PEAK, str(src), str(tmp_path / "dst")], capture_output=True, text=True, check=True
-    )
+    run = forked.run(["-c", PEAK, str(src), str(tmp_path / "dst")], check=True)
     assert int(run.stdout) < 160_000

@@ -3,13 +3,13 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests import forked
 from tests.kernels.other_device.program import NAME, SCHEMES
 
 SOURCE = Path(__file__).parent / "other_device" / "backend.cpp"
@@ -30,8 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
     if built.returncode:
         pytest.skip(f"the backend was not compiled: {built.stderr[-500:]}")
-    command = [sys.executable, "-m", "tests.kernels.other_device.program", str(library), str(folder)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = forked.run(["-m", "tests.kernels.other_device.program", library, folder])
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from pennyweight.cli.app import app
 from pennyweight.core.model_arguments import KINDS
 from pennyweight.core.tensor import AffineQuantizedTensor
 from pennyweight.support.arguments import check_number, close_names, did_you_mean, show
+from tests import forked
 from tests.messages import world
 from tests.messages.commands import COMMANDS, USAGE
 from tests.messages.table import TABLE, Row
@@ -136,9 +136,7 @@ def test_a_mistake_that_the_parser_reports(command: str, text: str, here: Path) 
     ],
 )
 def test_the_process_prints_one_line(command: str, text: str, here: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "pennyweight", *shlex.split(command)], capture_output=True, text=True, check=False
-    )
+    run = forked.run(["-m", "pennyweight", *shlex.split(command)])
     assert run.returncode == 2
     assert run.stdout == ""
     assert len(run.stderr.splitlines()) == 1

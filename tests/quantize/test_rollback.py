@@ -1,8 +1,6 @@
 """A recipe that does not come to its end leaves the model as it was: same objects, same bits, same config."""
 
 import copy
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 import pennyweight as pw
 from pennyweight.algorithms import Rewrite, Solution, Solver, Tuner
 from pennyweight.algorithms.solvers.rtn import Nearest
+from tests import forked
 from tests.algorithms import models
 
 INT8, INT4 = pw.Int8DynamicActivationInt8WeightConfig(), pw.Int4WeightOnlyConfig(16)
@@ -185,7 +184,7 @@ assert [w() for w in gone] == [None] * 3
 
 def test_what_has_succeeded_holds_no_float_weight(tmp_path: Path) -> None:
     """The float weights are for the way back alone. In a process of its own: other tests leave references behind."""
-    command = [sys.executable, "-c", ALIVE, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    command = ["-c", ALIVE, str(tmp_path)]
+    done = forked.run(command, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-2000:]
     assert not list(tmp_path.iterdir())

@@ -1,8 +1,6 @@
 """The figures against formulas written otherwise: scipy, numpy, loops."""
 
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ import scipy.stats
 import torch
 
 from pennyweight.report import metrics
+from tests import forked
 
 
 @pytest.fixture
@@ -176,5 +175,5 @@ def test_needs_torch_only() -> None:
         "import sys, pennyweight.report.metrics as m; "
         "print([n for n in ('transformers', 'matplotlib', 'jinja2', 'rich', 'scipy') if n in sys.modules])"
     )
-    run = subprocess.run([sys.executable, "-W", "error", "-c", probe], capture_output=True, text=True, check=True)
+    run = forked.run(["-W", "error", "-c", probe], check=True)
     assert run.stdout.strip() == "[]"

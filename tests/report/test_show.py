@@ -1,7 +1,6 @@
 """Results in the hand: short reprs, HTML for notebooks, data frames."""
 
 import json
-import subprocess
 import sys
 from html.parser import HTMLParser
 
@@ -13,6 +12,7 @@ import pennyweight as pw
 from pennyweight.core.describe_spec import LIMIT
 from pennyweight.planning.quantize_report import LINES, Latency, Row, relative_speed
 from pennyweight.support.tables import SHOWN, html_table
+from tests import forked
 
 
 class Parsed(HTMLParser):
@@ -210,7 +210,7 @@ def test_reprs_need_no_optional_package():
     code = "import sys, torch, pennyweight as pw; m = torch.nn.Linear(64, 64); r = pw.quantize_(m, 'int8')\n"
     code += "repr(r), r._repr_html_(), m.weight._repr_html_(), repr(m)\n"
     code += "print(sorted({'pandas', 'rich', 'jinja2'} & set(sys.modules)))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = forked.run(["-c", code], check=True)
     assert run.stdout.strip() == "[]"
 
 

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import subprocess
 import sys
 import threading
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pennyweight.support.import_hooks import after_import
+from tests import forked
 
 NAME = "watched_by_a_test"
 
@@ -97,5 +97,5 @@ assert type(auto.AutoQuantizationConfig.from_dict({{"quant_method": "pennyweight
 @pytest.mark.parametrize("first", ["", "import transformers.quantizers.auto"])
 def test_transformers_knows_the_method_however_it_is_imported(first: str) -> None:
     program = PROBE.format(first=first, loaded=bool(first))
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    run = forked.run(["-c", program])
     assert run.returncode == 0, run.stderr[-2000:]

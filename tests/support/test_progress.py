@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 import threading
 import types
@@ -14,6 +13,7 @@ from torch import nn
 import pennyweight as pw
 from pennyweight.support import progress
 from pennyweight.support.progress import step
+from tests import forked
 
 pty = pytest.importorskip("pty")  # not on Windows
 
@@ -32,8 +32,8 @@ GPTQ = 'pw.quantize_(model, "int4", calibration=data, algorithm="gptq"{how})'
 def in_terminal(code: str, *, delay: float = 0.0, stdout: int | None = None, **env: str) -> tuple[int, str]:
     """(exit status, what the terminal got) of a program whose stderr is a terminal; its stdout too unless given."""
     main, child = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-c", QUANTIZE.format(delay=delay, code=code)],
+    with forked.start(
+        ["-c", QUANTIZE.format(delay=delay, code=code)],
         stdin=child, stdout=child if stdout is None else stdout, stderr=child,
         env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", **env},
     ) as process:  # fmt: skip
@@ -116,10 +116,8 @@ def test_what_is_printed_to_a_pipe_stays_in_it(tmp_path):
 
 @pytest.mark.parametrize(("env", "shown"), [({}, False), ({"PENNYWEIGHT_PROGRESS": "1"}, True)])
 def test_a_pipe_gets_none_unless_asked_for(env, shown):
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", QUANTIZE.format(delay=0.0, code=GPTQ.format(how=""))],
-        capture_output=True, text=True, check=True, env={**os.environ, **env},
-    )  # fmt: skip
+    code = QUANTIZE.format(delay=0.0, code=GPTQ.format(how=""))
+    run = forked.run(["-W", "error", "-c", code], check=True, env={**os.environ, **env})
     assert run.stdout == "end of stdout\n"
     assert bool(run.stderr) == shown == ("quantize_" in run.stderr)
 

@@ -1,8 +1,6 @@
 """Each product of each recipe beside float64, to bounds that follow from the formats alone."""
 
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from pennyweight.core.spec import MXFP8, QuantSpec
 from pennyweight.training import FORWARD, RECIPES, Gemm, Operand, Recipe, get_recipe, linear
 from pennyweight.training.low_precision import gemm_table
 from pennyweight.training.low_precision.quantize_operand import hadamard_rotated, quantize_operand
+from tests import forked
 
 NAMES = pytest.mark.parametrize("name", RECIPES)
 # torch's own: dynamo makes an instance of every autograd.Function that it traces
@@ -561,4 +560,4 @@ def test_an_operand_is_its_key() -> None:
 def test_importing_training_brings_no_compiler() -> None:
     code = "import sys, pennyweight.training; sys.exit('torch._dynamo' in sys.modules)"
     root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=root, check=True)
+    forked.run(["-W", "error", "-c", code], cwd=root, check=True)

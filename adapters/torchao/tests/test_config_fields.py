@@ -4,8 +4,6 @@
 import copy
 import dataclasses
 import pickle
-import subprocess
-import sys
 import threading
 from types import ModuleType
 from typing import Any
@@ -16,6 +14,7 @@ from torch import nn
 
 import pennyweight as pw
 from pennyweight_torchao.configs.assignment import enable, snapshot
+from tests import forked
 
 
 def codes(config: Any, quantize: Any) -> list[torch.Tensor]:
@@ -108,7 +107,7 @@ def test_granularities_stay_frozen_as_in_torchao(torchao: ModuleType) -> None:
 def test_ours_stay_frozen_without_torchaos_names() -> None:
     code = "import pennyweight as pw\nfor c in (pw.Int8WeightOnlyConfig(), pw.Int4WeightOnlyConfig(), pw.NF4WeightOnlyConfig()):\n"
     code += "    try:\n        c.group_size = 3\n    except AttributeError as e:\n        print(type(e).__name__)\n"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = forked.run(["-c", code], check=True)
     assert done.stdout.split() == ["FrozenInstanceError"] * 3
 
 

@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from adapters.torchao.tests.clients import IMPORTS
 from pennyweight_torchao.module_tree import TREE
 from pennyweight_torchao.not_served import MODULES, why_missing
 from pennyweight_torchao.not_served import NAMES as NOT_SERVED
+from tests import forked
 
 HOME = "pennyweight_torchao"
 # Names as the sources of the releases have them; see tests/golden/make_torchao_names.py.
@@ -41,7 +41,7 @@ def test_every_name_is_there_or_explained(release: str) -> None:
 def test_a_file_can_be_imported_before_the_package_is_asked_for_names() -> None:
     """``from . import name`` in a file must not look the name up among those that the package serves."""
     code = f"import {HOME}.pickles"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = forked.run(["-c", code])
     assert done.returncode == 0, done.stderr
 
 
@@ -177,8 +177,8 @@ def test_install() -> None:
         "import pennyweight_torchao; pennyweight_torchao.install()": "served torchao False False",
         "sys.modules['peft'] = types.ModuleType('peft')": "UserWarning peft is already imported",
     }
-    command = [sys.executable, "-W", "error", "-c", SCRIPT, *says]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = ["-W", "error", "-c", SCRIPT, *says]
+    done = forked.run(command)
     lines = done.stdout.splitlines()
     assert len(lines) == len(says), done.stdout + done.stderr
     assert all(line.startswith(start) for line, start in zip(lines, says.values(), strict=True)), done.stdout

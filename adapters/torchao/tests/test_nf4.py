@@ -3,8 +3,6 @@
 import copy
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from pennyweight_torchao.dtypes.nf4tensor import (
 )
 from pennyweight_torchao.nf4 import operators, parts
 from pennyweight_torchao.quantization import quantize_
+from tests import forked
 
 GOLDEN = Path(__file__).parent / "golden"
 TOLD = load_file(GOLDEN / "torchao_dtypes_0.18.safetensors")
@@ -391,7 +390,7 @@ def test_the_class_alone_has_the_attributes() -> None:
         "w = to_nf4(torch.ones(64, 256))\n"
         "print(w.block_size, w.n_blocks, w.scaler_block_size, type(w.to(torch.float32)).__name__)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = forked.run(["-c", code])
     assert done.stdout.split() == ["64", "256", "256", "Tensor"], done.stderr
 
 

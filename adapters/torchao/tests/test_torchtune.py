@@ -2,8 +2,6 @@
 
 import copy
 import importlib.util
-import subprocess
-import sys
 import textwrap
 from types import ModuleType
 from typing import Any
@@ -12,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tests import forked
 
 START = """
 import copy, torch
@@ -46,7 +46,7 @@ def run(code: str) -> str:
     if importlib.util.find_spec("torchtune") is None:
         pytest.skip("torchtune is not installed")
     script = textwrap.dedent(START) + textwrap.dedent(code)
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False)
+    done = forked.run(["-W", "ignore", "-c", script])
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

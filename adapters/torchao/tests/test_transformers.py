@@ -1,11 +1,11 @@
 """transformers and PEFT, which name torchao, on ours: unmodified, offline, a small Llama with random weights."""
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests import forked
 
 pytest.importorskip("transformers")
 
@@ -36,9 +36,7 @@ LlamaForCausalLM(shape).save_pretrained(folder / "float")
 def run(code: str, folder: Path) -> str:
     """In a process of its own: transformers asks for torchao when it is imported."""
     script = textwrap.dedent(START) + textwrap.dedent(code)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, str(folder)], capture_output=True, text=True, check=False
-    )
+    done = forked.run(["-W", "ignore", "-c", script, str(folder)])
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

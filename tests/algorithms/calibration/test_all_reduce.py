@@ -10,6 +10,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import pennyweight as pw
+from tests.distributed.group import METHOD
 
 SPEC = pw.SpecConfig(pw.QuantSpec(pw.get_format("int4"), (16,)))
 
@@ -42,7 +43,7 @@ def work(rank: int, folder: str) -> None:
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 def test_two_ranks_end_with_the_model_of_all_the_data(tmp_path: Path) -> None:
-    mp.spawn(work, (str(tmp_path),), nprocs=2)
+    mp.start_processes(work, (str(tmp_path),), nprocs=2, start_method=METHOD)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     alone, half = model(), copy.deepcopy(model())

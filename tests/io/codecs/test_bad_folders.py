@@ -5,7 +5,6 @@ something, and loads to finite numbers.
 """
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 import pennyweight as pw
 from pennyweight.io import CheckpointError
 from pennyweight.io.codecs import CODECS
+from tests import forked
 from tests.io.codecs.bad_configs import JUNK, leaves, replaced
 from tests.io.codecs.bad_parts import CHANGES, MAY_LOAD
 from tests.io.codecs.bad_rows import ROWS, SHARDS, WORKING
@@ -265,7 +265,5 @@ def test_refusing_takes_little_memory(tmp_path: Path) -> None:
                 paths.append(folder.put(stored, new).write(tmp_path / f"{kind} {stored}"))
     kinds = ("compressed-tensors W4", "torchao int8", "torchao mxfp4", "gptq g_idx", "bitsandbytes nf4")
     fine = ",".join(str(good(kind).write(tmp_path / f"good {kind}")) for kind in kinds)
-    run = subprocess.run(
-        [sys.executable, "-c", CHILD, fine, *map(str, paths)], capture_output=True, text=True, check=False
-    )
+    run = forked.run(["-c", CHILD, fine, *map(str, paths)])
     assert (run.returncode, run.stderr) == (0, "")

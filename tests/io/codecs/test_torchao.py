@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError
 from pennyweight.io.codecs.torchao.flattened_safetensors import flatten_tensor_state_dict, unflatten_tensor_state_dict
 from pennyweight.io.codecs.torchao.reading import SAFE_GLOBALS
+from tests import forked
 from tests.io.test_native_format import assert_same
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -133,7 +132,7 @@ def test_the_reader_needs_no_adapter(folder: Path) -> None:
         f"len(pw.open({str(pickle)!r}, allow_pickle=True).quantized) > 0, "
         "any(m.startswith(('torchao', 'pennyweight_torchao')) for m in sys.modules))"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = forked.run(["-c", code], check=True)
     assert run.stdout == "True True False\n"
 
 

@@ -1,8 +1,5 @@
 """Every block type: values against the gguf package and ggml, and the same bytes back."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -11,6 +8,7 @@ from torch import Tensor
 
 from pennyweight.core.numerics import Parts, dequantize
 from pennyweight.io.gguf.blocks import BY_ID, REMOVED, TYPES, BlockType
+from tests import forked
 from tests.io.gguf.samples import QUANTIZED, ggml, ggml_quantize, ggml_values, random_raw
 
 TYPE = pytest.mark.parametrize("kind", QUANTIZED.values(), ids=QUANTIZED)
@@ -152,7 +150,7 @@ try:
 except ImportError as e:
     print(e)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = forked.run(["-c", code], check=True)
     assert "pip install gguf" in done.stdout
 
 

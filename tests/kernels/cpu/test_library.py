@@ -1,13 +1,13 @@
 """Programs without the native library: one warning at the first use, none at import or if it is switched off."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from pennyweight.kernels.cpu import library as loaded
+from tests import forked
 
 PROGRAM = """
 import warnings, sys
@@ -45,8 +45,8 @@ def run(library: Path, native: str | None = None) -> list[str]:
     env |= {} if native is None else {"PENNYWEIGHT_NATIVE": native}
     root = str(Path(__file__).resolve().parents[3])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
-    command = [sys.executable, "-c", PROGRAM, str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    command = ["-c", PROGRAM, str(library)]
+    done = forked.run(command, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

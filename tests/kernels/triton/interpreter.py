@@ -5,7 +5,6 @@ The interpreter is chosen when triton is imported, for the whole process, so tes
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -15,15 +14,18 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
+MODULES = ("numpy", "torch", "triton")  # numpy before torch: their OpenMP libraries are then the same
 CHECKS: dict[str, Callable[..., Any]] = {}
 
 
 def interpret(name: str, *arguments: object, timeout: float = 900) -> Any:
     """What a check returns, in a process of its own."""
-    command = [sys.executable, "-m", "tests.kernels.triton.interpreter", name, *map(str, arguments)]
+    from tests import forked  # here, as the process imports this file, too
+
+    command = ["-m", "tests.kernels.triton.interpreter", name, *arguments]
     with tempfile.TemporaryDirectory() as cache:
         env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": cache}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env, timeout=timeout)
+        done = forked.run(command, modules=MODULES, cwd=ROOT, env=env, timeout=timeout)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -389,7 +391,5 @@ def quantized_inputs() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    import numpy  # noqa: F401  # before torch: their OpenMP libraries are then the same
-
     patch_once_per_launch()
     print(json.dumps(CHECKS[sys.argv[1]](*sys.argv[2:])))

@@ -1,7 +1,6 @@
 """Triton is an extra: importing the package does not import it, and what needs it says how to install it."""
 
-import subprocess
-import sys
+from tests import forked
 
 PROBE = """
 import sys
@@ -21,5 +20,5 @@ print(pennyweight.kernels.select("linear", case).name)
 
 
 def test_importing_and_planning_need_no_triton() -> None:
-    run = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=False)
+    run = forked.run(["-c", PROBE])
     assert run.stdout.split() == ["True", "triton_weight_only"], run.stderr[-3000:]
