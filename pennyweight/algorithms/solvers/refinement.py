@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Size, Tensor
 
 from ...core import blocks
@@ -80,18 +81,13 @@ def refit(target: Tensor, codes: Tensor, g: QParamGrid, hessian: Tensor) -> QPar
     units = spec.format.decode(codes, torch.float32) - spec.mid
     if g.columns.zero_point is not None:
         units = units - g.columns.zero_point.t().float()
-    bases = [units] if spec.offset is None else [units, torch.ones_like(units)]
-    width = len(bases) * groups
     scale, offset = chosen.scale.clone(), None if chosen.offset is None else chosen.offset.clone()
-    group_of = torch.arange(k, dtype=torch.int64, device=target.device) // size
-    member = torch.arange(groups, dtype=torch.int64, device=target.device).unsqueeze(1) == group_of  # [groups, K]
     pull = target @ hessian
-    step = max(1, _CHUNK // max(1, k * width))
+    width = groups if offset is None else 2 * groups
+    step = max(1, _CHUNK // max(1, k, width**2))
     for begin in range(0, n, step):
         rows = slice(begin, min(begin + step, n))
-        basis = torch.cat([torch.where(member, u[rows].unsqueeze(1), 0.0) for u in bases], 1)  # [rows, width, K]
-        system = basis @ hessian @ basis.mT
-        wanted = (basis @ pull[rows].unsqueeze(-1)).squeeze(-1)
+        system, wanted = normal_equations(units[rows], hessian, pull[rows], size, offsets=offset is not None)
         system.diagonal(dim1=1, dim2=2).add_(1e-6 * system.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-30)
         found, info = torch.linalg.solve_ex(system, wanted)
         new = found[:, :groups]
@@ -100,6 +96,46 @@ def refit(target: Tensor, codes: Tensor, g: QParamGrid, hessian: Tensor) -> QPar
         if offset is not None:
             offset[rows] = torch.where(good, found[:, groups:].to(offset.dtype), offset[rows])
     return make_grid(Params(scale, chosen.zero_point, offset), spec, target.shape)
+
+
+def normal_equations(
+    units: Tensor, hessian: Tensor, pull: Tensor, size: int, *, offsets: bool
+) -> tuple[Tensor, Tensor]:
+    """The system and right side of :func:`refit` for rows of units [n, K] and pull [n, K]: [n, G, G] and [n, G] for the
+    scales of G groups of ``size`` inputs; with offsets, whose units are 1, twice as wide.
+
+    A group of inputs is zero outside of itself, so that all products together take n K^2 operations.
+    """
+    n, k = units.shape
+    groups = -(-k // size)
+    width = 2 * groups if offsets else groups
+
+    def sums(x: Tensor, start: int) -> Tensor:
+        """By groups, of the columns from ``start`` on."""
+        rest = groups * size - k
+        return (F.pad(x, (0, rest)) if rest else x).unflatten(1, (-1, size)).sum(2)
+
+    system = torch.empty(n, width, width, device=units.device, dtype=torch.float32)
+    for g in range(groups):
+        start = g * size
+        inside = hessian[start : start + size, start:]  # the rest by symmetry
+        product = units[:, start : start + size] @ inside
+        system[:, g, g:groups] = sums(product * units[:, start:], start)
+        if offsets:
+            column = inside.sum(0, keepdim=True)
+            system[:, g, groups + g :] = sums(product, start)
+            system[:, groups + g, g:groups] = sums(column * units[:, start:], start)
+            system[:, groups + g, groups + g :] = sums(column, start)
+    for a in range(0, width, groups):  # what is below the diagonal of [i, j] is [j, i]
+        for b in range(0, width, groups):
+            one, other = system[:, a : a + groups, b : b + groups], system[:, b : b + groups, a : a + groups]
+            one.copy_(torch.where(_below(groups, units.device), other.mT, one))
+    wanted = sums(pull * units, 0)
+    return system, torch.cat([wanted, sums(pull, 0)], 1) if offsets else wanted
+
+
+def _below(n: int, device: torch.device) -> Tensor:
+    return torch.ones(n, n, dtype=torch.bool, device=device).tril(-1)
 
 
 def coordinate_descent(

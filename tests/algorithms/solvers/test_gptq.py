@@ -20,7 +20,7 @@ from pennyweight.algorithms.solvers.gptq import (
     undamped_error,
 )
 from pennyweight.algorithms.solvers.qparam_grid import QParamGrid, grid_candidates, make_grid
-from pennyweight.algorithms.solvers.refinement import coordinate_descent, refit
+from pennyweight.algorithms.solvers.refinement import coordinate_descent, normal_equations, refit
 from pennyweight.algorithms.solvers.rtn import output_error, total_error
 from pennyweight.core.formats import INT4, INT8, UINT4
 from pennyweight.core.numerics import dequantize
@@ -236,6 +236,20 @@ def test_the_factor_is_that_of_the_inverse(k: int) -> None:
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped[f.order][:, f.order]))
     torch.testing.assert_close(f.upper, torch.linalg.cholesky(inverse, upper=True).float(), rtol=1e-6, atol=1e-7)
     assert torch.equal(f.upper, f.upper.triu())
+
+
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize(("n", "k", "size"), [(5, 24, 8), (7, 29, 8), (3, 16, 16), (9, 30, 5)])
+def test_normal_equations_are_those_of_whole_matrices(n: int, k: int, size: int, offsets: bool) -> None:
+    torch.manual_seed(0)
+    units, hessian, pull = torch.randn(n, k), torch.randn(k, k), torch.randn(n, k)
+    hessian = hessian @ hessian.t()
+    member = torch.arange(-(-k // size)).unsqueeze(1) == torch.arange(k) // size
+    bases = [units, torch.ones_like(units)][: 1 + offsets]
+    basis = torch.cat([torch.where(member, u.unsqueeze(1), 0.0) for u in bases], 1)
+    system, wanted = normal_equations(units, hessian, pull, size, offsets=offsets)
+    torch.testing.assert_close(system, basis @ hessian @ basis.mT, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(wanted, (basis @ pull.unsqueeze(-1)).squeeze(-1), rtol=1e-4, atol=1e-4)
 
 
 def test_large_weights_are_searched_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
