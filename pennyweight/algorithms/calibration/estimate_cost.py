@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -222,7 +222,7 @@ class _Kind:
     groups: int
     width: int
     operations: float
-    count: int = field(default=0)
+    count: int = 0
 
 
 def _solving(weights: Mapping[str, PlanRow], solver: Solver, inputs: _Inputs) -> float:
