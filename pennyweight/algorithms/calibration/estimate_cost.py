@@ -187,7 +187,6 @@ def _runs(model: nn.Module, segments: Sequence[CalibrationSegment], count: int, 
         else:
             inputs += 1
             if segment.looked_up:
-                inputs += 1 - HELD_OUT
                 outputs += (3 * min(RATIO_BATCHES, count) / max(1, count) + 4 * HELD_OUT) * len(segment.sites[0])
     return _Runs(inputs, outputs)
 

@@ -123,21 +123,24 @@ class CalibrationLoop:
 
     def _whole(self, names: list[str], looked_up: bool) -> dict[str, CollectedStatistics]:
         """Statistics from running the whole model. No float inputs are available here, so paired ones are omitted."""
-        found = self._run(names, self.batches)
+        collector = _Collector(self._of(names), self.single)
         if not looked_up:
-            return found
-        part = self._run(names, held_out(Batches(self.batches), HELD_OUT)[0])
+            self._run(collector, self.batches)
+            return collector.finish()
+        first, rest = held_out(Batches(self.batches), HELD_OUT)
+        self._run(collector, first)
+        part = collector.finish(more=True)
+        self._run(collector, rest)
+        found = collector.finish()
         return {name: replace(part[name], looked_up=True, everything=found[name]) for name in part}
 
-    def _run(self, names: list[str], batches: Sequence[Any]) -> dict[str, CollectedStatistics]:
-        collector = _Collector(self._of(names), self.single)
+    def _run(self, collector: _Collector, batches: Sequence[Any]) -> None:
         if not collector.weights:
-            return collector.finish()
+            return
         with step("collecting statistics") as advance:
             for i, batch in enumerate(batches, 1):
                 collector.run(lambda batch=batch: run_batch(self.model, batch), token_mask(batch))
                 advance(i, len(batches), "")
-        return collector.finish()
 
     def _chain(self, segment: CalibrationSegment) -> Iterator[Stage]:
         several, count = self.share.size > 1, range(len(self.batches))
@@ -284,19 +287,21 @@ class _Collector:
             state = total.to(x[0].device), count
         self.states[key] = statistic.update(state, *x)
 
-    def finish(self) -> dict[str, CollectedStatistics]:
+    def finish(self, more: bool = False) -> dict[str, CollectedStatistics]:
+        """The statistics of what was run, of all ranks. more: further batches will be added."""
+        tokens, states = (dict(self.tokens), dict(self.states)) if more else (self.tokens, self.states)
         if all_reduce.is_distributed():
-            self._share()
-        found = {name: CollectedStatistics({}, n) for name, n in self.tokens.items()}
-        for (statistic, name), state in self.states.items():
+            self._share(tokens, states)
+        found = {name: CollectedStatistics({}, n) for name, n in tokens.items()}
+        for (statistic, name), state in states.items():
             found[name].stats[statistic] = STATISTICS[statistic].finish(state)
         return found
 
-    def _share(self) -> None:
+    def _share(self, tokens: dict[str, int], states: dict[tuple[str, str], State]) -> None:
         """Merge the statistics of all ranks, one statistic of one weight at a time."""
         for name in self.weights.values():
-            self.tokens[name] = sum(all_reduce.gather_objects(self.tokens[name]))
+            tokens[name] = sum(all_reduce.gather_objects(tokens[name]))
             for statistic in (*self.single, *self.paired):
-                state = all_reduce.merge_states(statistic, self.states.pop((statistic.name, name), None))
+                state = all_reduce.merge_states(statistic, states.pop((statistic.name, name), None))
                 if state is not None:
-                    self.states[statistic.name, name] = state
+                    states[statistic.name, name] = state

@@ -56,6 +56,15 @@ def whole(model: nn.Module, batches: Sequence[Any], names: Sequence[str]) -> dic
     return seen
 
 
+def assert_statistics(seen: CollectedStatistics | None, x: Tensor) -> None:
+    """They are those of inputs [groups, tokens, width]."""
+    assert seen is not None
+    assert seen.tokens == x.shape[1]
+    expected = {"hessian": x.mT @ x / x.shape[1], "second_moment": x.square().mean(1), "absmax": x.abs().amax(1)}
+    for what, value in expected.items():
+        torch.testing.assert_close(seen.stats[what], value, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_block_by_block_equals_whole_runs(kind: str) -> None:
     make, data = MODELS[kind]
@@ -68,15 +77,9 @@ def test_block_by_block_equals_whole_runs(kind: str) -> None:
         assert (len(used) < len(batches)) == (kind == "t5" and stage == ["lm_head.weight"])
         inputs = whole(reference, used, stage)
         for name in stage:
-            x = torch.cat(inputs[name], 1)
-            assert seen[name].tokens == x.shape[1]
-            expected = {
-                "hessian": x.mT @ x / x.shape[1],
-                "second_moment": x.square().mean(1),
-                "absmax": x.abs().amax(1),
-            }
-            for what, value in expected.items():
-                torch.testing.assert_close(seen[name].stats[what], value, rtol=1e-4, atol=1e-5)
+            assert_statistics(seen[name], torch.cat(inputs[name], 1))
+            if seen[name].looked_up:
+                assert_statistics(seen[name].everything, torch.cat(whole(reference, batches, stage)[name], 1))
         for name in stage:
             spoiled(model, name)
             spoiled(reference, name)
