@@ -77,7 +77,8 @@ def start(
         # numpy's library starts threads when it is loaded, and a fork has only one of them
         others = {n: v for n, v in variables.items() if n not in SET_BY_US} | {"OPENBLAS_NUM_THREADS": "1"}
         server = _servers[key] = Server(modules, others)
-    request = {"arguments": words, "env": variables, "cwd": os.fspath(cwd or os.getcwd())}
+    ignored = [int(s) for s in signal.Signals if signal.getsignal(s) is signal.SIG_IGN]  # which survives exec
+    request = {"arguments": words, "env": variables, "cwd": os.fspath(cwd or os.getcwd()), "ignored": ignored}
     return Process(server, request, stdin, stdout, stderr)
 
 
@@ -235,7 +236,13 @@ def execute(request: dict[str, Any], path: list[str]) -> None:
     os.environ.clear()
     os.environ.update(env)
     os.chdir(request["cwd"])
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in signal.Signals:
+        if number in request["ignored"]:
+            signal.signal(number, signal.SIG_IGN)
+        elif number is signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
+        elif signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
     assert sys.stdout is not None
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
