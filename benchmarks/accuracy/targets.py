@@ -11,7 +11,7 @@ from benchmarks.accuracy.subjects import KINDS, SUBJECTS
 
 AO, LLMC = "torchao", "llm-compressor"
 _SMOOTH8 = "int8-dynamic smooth rotate auto"
-LOSS = {"kl": "KL", "1-cos": "1-cos"}
+LOSS = {"kl": "KL", "1-cos": "1-cos", "error": "error"}
 LM, OUT, SMALL, MORE = ("lm",), ("lm-out",), ("lm", "minilm"), ("minilm-2048",)
 BOTH = (*SMALL, *MORE)
 _UNIFORM = (  # our best where every weight has the same format
