@@ -123,7 +123,7 @@ def estimate_cost(model: nn.Module, todo: Plan, recipe: Recipe, batches: Sequenc
     }
     return CalibrationCost(
         round(several * max(inputs.tokens.values(), default=0)),
-        once * several * runs.inputs,
+        once * (several * runs.inputs + 2 * bool(names)),  # two to find the blocks, and how they are called
         once * several * runs.outputs,
         several * sum(updates[inputs.shape(name)] for name in weights if name in inputs.tokens),
         _solving(weights, solver, inputs),
