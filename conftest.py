@@ -39,9 +39,9 @@ _device_constructors()
 
 
 class LogRecords(logging.Handler):
-    """What loggers said in a test, WARNING and above: torch.compile writes thousands of DEBUG records. In place of
-    pytest's plugin, which adds its handlers to each logger that does not propagate, torch has fifty, and removes them
-    again, six times a test: 3 ms of the 5 that an empty test takes."""
+    """The log records of a test of level WARNING and above; torch.compile writes thousands of DEBUG records. It
+    replaces pytest's logging plugin, which adds handlers to each logger that does not propagate (torch has fifty) and
+    removes them again, six times a test: 3 ms of the 5 ms that an empty test takes. No test can use ``caplog``."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -28,6 +28,7 @@ from .calibration.batches import Batches, read
 from .calibration.loop import CalibrationLoop, CollectedStatistics
 from .solvers.block_search import by_rows
 from .solvers.gptq import COLUMNS_PER_BLOCK, inverse_cholesky
+from .solvers.refinement import subtract_outer
 from .solvers.rtn import total_error
 
 METHODS = {"magnitude": (), "wanda": ("second_moment",), "sparsegpt": ("hessian",)}
@@ -242,8 +243,7 @@ def sparse_gpt(w: Tensor, hessian: Tensor, pattern: SparsityPattern, damping: fl
                 keep[run] = pattern.keep(score.square().t()).t()
             errors[j] = torch.where(keep[j], 0, block[j] / inner[j, j])
             block[j] = torch.where(keep[j], block[j], 0)
-            if j + 1 < end - begin:
-                block[j + 1 :].addr_(inner[j, j + 1 :], errors[j], alpha=-1)
+            subtract_outer(block[j + 1 :], inner[j, j + 1 :], errors[j])
         if end < k:
             w[end:].addmm_(upper[begin:end, end:].t(), errors, alpha=-1)
     return w.t().contiguous()

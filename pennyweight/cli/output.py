@@ -73,13 +73,14 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
 @contextmanager
 def collection_paused() -> Iterator[None]:
     """No garbage collection while modules are imported: it finds nothing, and takes a sixth of the time of importing
-    torch and transformers. What exists afterwards is not examined again."""
-    was = gc.isenabled()
+    torch and transformers. If some were imported, what exists afterwards is not examined again."""
+    was, modules = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        if len(sys.modules) > modules:
+            gc.freeze()
         if was:
             gc.enable()
 

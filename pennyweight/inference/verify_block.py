@@ -53,13 +53,13 @@ def verify(block: nn.Module, bound: Bound, observed: Observed) -> None:
     if bound.description.dtype is not torch.float32:
         twin, description = copy.deepcopy(block).float(), replace(bound.description, dtype=torch.float32)
         verify(twin, Bound(twin, description, Reference), observed)
-    limit = tolerance(bound.description, block)
+    limit, hidden = tolerance(bound.description, block), bound.description.arguments.hidden
     with torch.no_grad():
         for case, calls in _cases(bound.description, observed):
             for kwargs in calls:
                 given, expected = _twin(bound.description, kwargs)
-                want = type(block).forward(block, **expected)
-                _compare(case, bound, given, want, limit)
+                y = _fused(case, bound, given)  # first: a block may write into its inputs
+                _compare(case, y, type(block).forward(block, **expected), kwargs[hidden], limit)
 
 
 def verify_observed(block: nn.Module, bound: Bound, observed: Observed) -> None:
@@ -68,20 +68,26 @@ def verify_observed(block: nn.Module, bound: Bound, observed: Observed) -> None:
 
     The block's own forward, most of the time of a comparison, is not run again.
     """
-    name = bound.description.arguments.cache
-    makers = _caches(bool(bound.description.arguments.states)) if name else []
-    # The observed cache has this call's keys already
-    given = observed.arguments | {name: makers[0]() if makers else None} if name else observed.arguments
+    a, case = bound.description.arguments, "the example"
+    given = dict(observed.arguments)
+    if a.cache:  # the observed one has this call's keys already
+        makers = _caches(bool(a.states))
+        given[a.cache] = makers[0]() if makers else None
     with torch.no_grad():
-        _compare("the example", bound, given, observed.output, tolerance(bound.description, block))
+        y = _fused(case, bound, given)
+        _compare(case, y, observed.output, given[a.hidden], tolerance(bound.description, block))
 
 
-def _compare(case: str, bound: Bound, given: dict[str, Any], want: Any, limit: float) -> None:
+def _fused(case: str, bound: Bound, given: dict[str, Any]) -> Any:
     y = bound.run((), given)
     if isinstance(y, str):
         raise Refusal(f"{case}: {y}")
+    return y
+
+
+def _compare(case: str, y: Any, want: Any, x: Tensor, limit: float) -> None:
     y, want = (t[0] if isinstance(t, tuple) else t for t in (y, want))
-    found = difference(y, want, given[bound.description.arguments.hidden])
+    found = difference(y, want, x)
     if not found <= limit:  # also NaN
         raise Refusal(f"{case}: its output differs by {found:.1e}, the limit is {limit:.0e}")
 

@@ -102,6 +102,7 @@ class FilesPipeline(Pipeline):
     """
 
     restores = False
+    in_files = True
 
     def __init__(
         self, model: nn.Module, config: AOBaseConfig, options: Options, max_memory: float | None, team: RankGroup
@@ -129,9 +130,6 @@ class FilesPipeline(Pipeline):
                 "max_memory, or skip that layer"
             )
         return todo
-
-    def on_disk(self, todo: Plan) -> dict[str, int]:
-        return {"finished": sum(row.bytes_after for row in todo.active)}
 
     def _room(self, todo: Plan) -> float:
         """Bytes that the largest weight leaves for statistics."""

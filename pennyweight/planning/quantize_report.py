@@ -326,6 +326,18 @@ def size(n: float) -> str:
     raise AssertionError
 
 
+def duration(seconds: float) -> str:
+    """Seconds as text: 2.5 h, 48 min, 1.5 s, 20 ms, 800 µs."""
+    if seconds >= 6000:
+        return f"{seconds / 3600:.1f} h"
+    if seconds >= 100:
+        return f"{seconds / 60:.0f} min"
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
 _AMOUNT = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?) *([a-zA-Z]*)")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

@@ -182,6 +182,7 @@ class Pipeline:
 
     replaces = True  # whether place() replaces the float weights: then tuners may run, and the meta device is supported
     restores = True  # whether the model is restored if a step fails
+    in_files = False  # whether weights and hidden states are in files
     journal = Journal
 
     def __init__(self, model: nn.Module, config: AOBaseConfig, options: Options) -> None:
@@ -251,11 +252,8 @@ class Pipeline:
         if not batches:
             return []
         cost = estimate_cost(self.model, todo, recipe, batches)
-        return cost.notes(largest=solving_bytes(todo), **self.on_disk(todo))
-
-    def on_disk(self, todo: Plan) -> dict[str, int]:
-        """Arguments of :meth:`CalibrationCost.notes`."""
-        return {}
+        finished = sum(row.bytes_after for row in todo.active) if self.in_files else None
+        return cost.notes(largest=solving_bytes(todo), finished=finished)
 
     # -- calibrate and solve -------------------------------------------------------------------------------------------
 

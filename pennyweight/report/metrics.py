@@ -7,8 +7,6 @@ count. Depends on torch only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -228,18 +226,6 @@ def same_nearest(reference: Tensor, quantized: Tensor) -> float:
 # -- confidence intervals --------------------------------------------------------------------------------------------
 
 
-def _draws(n: int, resamples: int, seed: int) -> Iterator[Tensor]:
-    """Indices [some resamples, n] of sequences drawn with replacement, in pieces."""
-    random = torch.Generator().manual_seed(seed)
-    for start in range(0, resamples, step := max(1, _CHUNK // n)):
-        yield torch.randint(n, (min(step, resamples - start), n), generator=random)
-
-
-@lru_cache(maxsize=2)  # a page of results has hundreds of intervals over as many sequences
-def _all_draws(n: int, resamples: int, seed: int) -> Tensor:
-    return torch.cat(list(_draws(n, resamples, seed)))
-
-
 def bootstrap(
     sums: Tensor,
     counts: Tensor | None = None,
@@ -262,8 +248,10 @@ def bootstrap(
     n = sums.numel()
     if n == 0 or not 0 < level < 1 or resamples < 1:
         raise ValueError(f"bootstrap needs sequences, resamples and 0 < level < 1, got {n}, {resamples} and {level}")
+    random = torch.Generator().manual_seed(seed)
     means = []
-    for drawn in [_all_draws(n, resamples, seed)] if resamples * n <= _CHUNK else _draws(n, resamples, seed):
+    for start in range(0, resamples, step := max(1, _CHUNK // n)):
+        drawn = torch.randint(n, (min(step, resamples - start), n), generator=random)
         means.append(sums[drawn].sum(1) / (n if counts is None else counts[drawn].sum(1)))
     values = torch.cat(means).sort().values
     if bool(values.isnan().any()):

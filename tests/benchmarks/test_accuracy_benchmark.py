@@ -630,3 +630,7 @@ def test_answers_are_kept_and_judged_beside_the_float_model(tmp_path):
     assert score.change.value == pytest.approx(-0.5, abs=0.01)
     assert score.change.low < -0.5 < score.change.high
     assert multiple_choice.Answers(tmp_path / "a.json", "other").rows == {}
+
+
+def test_the_loss_of_every_kind_has_a_name() -> None:
+    assert {kind.measure for kind in KINDS.values()} <= targets.LOSS.keys()

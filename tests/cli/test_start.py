@@ -1,8 +1,10 @@
 """The command starts without torch; everything else that imports the package gets all of it, in any order."""
 
+import gc
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import pennyweight as pw
+from pennyweight.cli.output import collection_paused
 
 HEAVY = {"torch", "numpy", "rich", "transformers", "huggingface_hub", "jinja2"}
 SCRIPT = "import sys\nfrom pennyweight.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
@@ -153,3 +156,19 @@ def test_a_weight_loads_and_runs_whatever_was_imported_first(order: str, tmp_pat
     torch.save(model.weight.data, tmp_path / "w.pt")
     run = python("-W", "ignore", "-c", f"path = {str(tmp_path / 'w.pt')!r}\n{ORDERS[order]}\n{CHECK}")
     assert (run.stdout, run.stderr) == ("True True\n", "")
+
+
+def test_garbage_is_collected_after_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = gc.get_freeze_count()
+    with collection_paused():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == frozen  # nothing was imported
+    try:
+        with collection_paused():
+            monkeypatch.setitem(sys.modules, "new_module", types.ModuleType("new_module"))
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
+        gc.freeze()  # as conftest.py left it

@@ -68,9 +68,9 @@ def capture_block_inputs(
                 _BY_NAME: not args
             }))  # fmt: skip
             if len(calls) == len(blocks) or (shared and i > 0):
-                raise StopForward
+                raise _StopForward
 
-        with ExitStack() as hooks, suppress(StopForward):
+        with ExitStack() as hooks, suppress(_StopForward):
             for block in blocks:
                 hooks.enter_context(block.register_forward_pre_hook(before, with_kwargs=True))
             run_batch(model, batch)
@@ -88,7 +88,7 @@ def advance_block(states: ActivationCache, batches: Iterable[int], b: int, block
         states.put(i, run_block(block, states.get(i), rest(i, b)))
 
 
-class StopForward(Exception):
+class _StopForward(Exception):
     """Stops a forward pass once all required inputs are captured."""
 
 

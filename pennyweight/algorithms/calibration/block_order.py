@@ -33,6 +33,11 @@ class CalibrationSegment:
     blocks: list[tuple[str, nn.Module]] = field(default_factory=list)
     looked_up: bool = False
 
+    @property
+    def last(self) -> int:
+        """Index of the last block with weights to calibrate; those after it need not run."""
+        return max((b for b, names in enumerate(self.sites) if names), default=-1)
+
 
 @contextmanager
 def inference_mode(model: nn.Module) -> Iterator[None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,23 +13,23 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...planning.plan import Plan, PlanRow
-from ...planning.quantize_report import size
+from ...planning.quantize_report import duration, size
 from ...planning.run_batch import token_mask
 from ..base import Solver
 from ..recipe import Recipe
 from ..solve import solve_weight
 from ..tied_weights import RATIO_BATCHES
-from .activation_cache import ActivationCache, StopForward, capture_block_inputs
+from .activation_cache import ActivationCache, capture_block_inputs
 from .block_order import CalibrationSegment, calibration_segments, inference_mode
 from .input_hooks import InputHooks
 from .loop import HELD_OUT, CollectedStatistics
-from .statistics import STATISTICS
+from .statistics import STATISTICS, State
 
 SECONDS = 20.0  # for trial solutions
 ROWS = 256  # of the random inputs whose statistics a trial solution gets
 # Copies of a weight in float32 that are held at once, with room to spare: values, inverse order, errors, codes
 COPIES = 8
-PROCESSES = (2, 4)  # for which a time is said, too
+PROCESSES = (2, 4)  # a report gives the time of as many, too
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class CalibrationCost:
         """In all, on so many equal machines that share the weights of each block."""
         return self.inputs + (self.outputs + self.statistics + self.solving) / processes
 
-    def notes(self, *, largest: int = 0, finished: int | None = None) -> list[str]:
+    def notes(self, *, largest: int, finished: int | None) -> list[str]:
         """Two lines for a report.
 
         largest    bytes of the largest weight while it is solved
@@ -70,7 +69,7 @@ class CalibrationCost:
             "statistics": self.statistics,
             "solving": self.solving,
         }
-        text = f"{self.tokens:,} tokens: about {duration(self.seconds())} ("
+        text = f"calibration with {self.tokens:,} tokens: about {duration(self.seconds())} ("
         text += ", ".join(f"{name} {duration(t)}" for name, t in parts.items()) + ")"
         if finished is not None:
             text += "".join(f"; {n} processes {duration(self.seconds(n))}" for n in PROCESSES)
@@ -90,23 +89,16 @@ def solving_bytes(todo: Plan) -> int:
     return 4 * COPIES * max((math.prod(row.shape) for row in todo.active), default=0)
 
 
-def duration(seconds: float) -> str:
-    """As text: 12 s, 3 min, 2.5 h."""
-    if seconds < 100:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
 def estimate_cost(model: nn.Module, todo: Plan, recipe: Recipe, batches: Sequence[Any]) -> CalibrationCost:
     """Measure one run of the model on the first batch, one update of each statistic of each shape, and trial solutions
     of random weights, the smallest shapes first, for SECONDS; larger shapes are taken in proportion to the operations.
 
-    Changes nothing. Time and memory of rewrites and tuners are not estimated.
+    Changes nothing, torch's random state included. Time and memory of rewrites and tuners are not estimated.
     """
     weights = {row.name: row for row in todo.active if row.call is None and row.tensor is not None}
     ids = {id(row.tensor): name for name, row in weights.items()}
     batch, solver = batches[0], recipe.solver
-    several = sum(map(_extent, batches)) / max(1, _extent(batch))  # how many of the first batch all are
+    several = sum(map(_extent, batches)) / max(1, _extent(batch))  # all batches, in units of the first
     inputs = _Inputs({}, {})
     with inference_mode(model):
         begin = time.perf_counter()
@@ -115,20 +107,21 @@ def estimate_cost(model: nn.Module, todo: Plan, recipe: Recipe, batches: Sequenc
         once = time.perf_counter() - begin
         hidden = max((_hidden_bytes(model, batch, s) for s in segments if s.blocks), default=0)
     names = (*solver.needs, *solver.wants) if solver.needs else ()
-    paired = any(STATISTICS[name].paired for name in names)
-    runs = _runs(model, segments, len(batches), paired) if solver.needs else _Runs(0.0, 0.0)
-    updates = {
-        key: _seconds(lambda key=key: _update(names, *key))  # type: ignore[misc]
-        for key in {inputs.shape(name) for name in weights if name in inputs.tokens}
-    }
+    single = tuple(name for name in names if not STATISTICS[name].paired)
+    paired = names != single
+    runs = _runs(model, segments, len(batches), paired) if names else _Runs(0.0, 0.0)
+    blocks = [(names if s.blocks else single, block) for s in segments for block in s.sites]  # pairs: in chains only
+    seen = [(kinds, name) for kinds, block in blocks for name in block if name in inputs.tokens]
+    shapes = [(kinds, inputs.shape(name), _device(weights[name])) for kinds, name in seen]
+    updates = {shape: _updated(*shape)[1] for shape in set(shapes)}
     return CalibrationCost(
         round(several * max(inputs.tokens.values(), default=0)),
         once * (several * runs.inputs + 2 * bool(names)),  # two to find the blocks, and how they are called
         once * several * runs.outputs,
-        several * sum(updates[inputs.shape(name)] for name in weights if name in inputs.tokens),
+        several * sum(updates[shape] for shape in shapes),
         _solving(weights, solver, inputs),
-        max((_statistics_bytes(names, inputs, block) for s in segments for block in s.sites), default=0),
-        math.ceil(hidden * several) * (2 if paired else 1) if solver.needs else 0,
+        max((_statistics_bytes(kinds, inputs, block) for kinds, block in blocks), default=0),
+        math.ceil(hidden * several) * (2 if paired else 1) if names else 0,
         tuple(step.name for step in (*recipe.rewrites, *recipe.tuners)),
     )
 
@@ -151,17 +144,15 @@ class _Inputs(NamedTuple):
 
 def _extent(batch: Any) -> int:
     """Tokens of a batch, or what else the first two axes of its first tensor are; padding counts, as it is computed."""
-    first = next((leaf for leaf in tree_leaves(dict(batch) if hasattr(batch, "keys") else batch)
-                  if isinstance(leaf, Tensor)), None)  # fmt: skip
-    return 0 if first is None else math.prod(first.shape[:2])
+    leaves = tree_leaves(dict(batch) if hasattr(batch, "keys") else batch)
+    return next((math.prod(leaf.shape[:2]) for leaf in leaves if isinstance(leaf, Tensor)), 0)
 
 
 def _hidden_bytes(model: nn.Module, batch: Any, segment: CalibrationSegment) -> int:
     found: list[int] = []
-    with suppress(StopForward):
-        blocks = [segment.blocks[0][1]]
-        capture_block_inputs(model, [batch], blocks, ActivationCache(None, ""), lambda x: found.append(int(x.nbytes)))
-    return found[0] if found else 0
+    blocks = [segment.blocks[0][1]]  # the run stops there
+    capture_block_inputs(model, [batch], blocks, ActivationCache(None, ""), lambda x: found.append(int(x.nbytes)))
+    return sum(found)
 
 
 class _Runs(NamedTuple):
@@ -175,15 +166,14 @@ def _runs(model: nn.Module, segments: Sequence[CalibrationSegment], count: int, 
     """A block runs for its statistics, in float if statistics are paired, and quantized for the next one; weights
     outside of chains take runs of the whole model, and tables that are looked up too some more to compare candidates.
     """
-    matrices = {id(p): p.numel() for p in model.parameters() if p.ndim > 1}
+    whole = sum(p.numel() for p in model.parameters() if p.ndim > 1)
     inputs = outputs = 0.0
     for segment in segments:
         if segment.blocks:
-            last = max((b for b, names in enumerate(segment.sites) if names), default=-1)
             for b, ((_, block), names) in enumerate(zip(segment.blocks, segment.sites, strict=True)):
-                share = sum(p.numel() for p in block.parameters() if p.ndim > 1) / max(1, sum(matrices.values()))
-                inputs += share * (bool(names) + paired) * (b <= last)
-                outputs += share * (b < last)
+                share = sum(p.numel() for p in block.parameters() if p.ndim > 1) / max(1, whole)
+                inputs += share * (bool(names) + paired) * (b <= segment.last)
+                outputs += share * (b < segment.last)
         else:
             inputs += 1
             if segment.looked_up:
@@ -191,20 +181,38 @@ def _runs(model: nn.Module, segments: Sequence[CalibrationSegment], count: int, 
     return _Runs(inputs, outputs)
 
 
-def _seconds(run: Callable[[], object]) -> float:
+def _device(row: PlanRow) -> torch.device:
+    assert row.tensor is not None
+    return row.tensor.device
+
+
+def _random(shape: Sequence[int], device: torch.device) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu").to(device)
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
     begin = time.perf_counter()
     run()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter() - begin
 
 
-def _update(names: Sequence[str], groups: int, tokens: int, width: int) -> dict[str, Tensor]:
-    """Statistics of random inputs."""
-    x = torch.randn(groups, tokens, width, dtype=torch.float32, device="cpu")
-    found = {}
+def _updated(names: Sequence[str], shape: tuple[int, int, int], device: torch.device) -> tuple[dict[str, State], float]:
+    """(statistics of random inputs [groups, tokens, width], seconds that adding these takes)"""
+    x = _random(shape, device)
+    states = {}
     for name in names:
-        s = STATISTICS[name]
-        found[name] = s.finish(s.update(s.init(groups, width), *((x, x) if s.paired else (x,))))
-    return found
+        total, count = STATISTICS[name].init(shape[0], shape[2])
+        states[name] = total.to(device), count
+
+    def update() -> None:
+        for name in names:
+            s = STATISTICS[name]
+            states[name] = s.update(states[name], *((x, x) if s.paired else (x,)))
+
+    return states, _seconds(update, device)
 
 
 def _statistics_bytes(names: Sequence[str], inputs: _Inputs, block: Sequence[str]) -> int:
@@ -215,7 +223,7 @@ def _statistics_bytes(names: Sequence[str], inputs: _Inputs, block: Sequence[str
 
 @dataclass
 class _Kind:
-    """Weights that take equally long to solve."""
+    """Weights that take equally long to solve. operations: of one, in proportion."""
 
     row: PlanRow
     groups: int
@@ -225,15 +233,17 @@ class _Kind:
 
 
 def _solving(weights: Mapping[str, PlanRow], solver: Solver, inputs: _Inputs) -> float:
-    """Seconds of the solver for all weights."""
+    """Seconds of the solver for all weights. Those without the data that it needs are rounded to nearest, and take none
+    to speak of."""
     kinds: dict[Any, _Kind] = {}
     for name, row in weights.items():
-        assert row.site is not None
-        groups, width = inputs.widths.get(name, (1, row.shape[-2 if row.site.transposed else -1]))
-        rows = math.prod(row.shape) / max(1, width)
-        squares = rows * width**2 + groups * width**3 if "hessian" in solver.needs else rows * width
+        if solver.needs and name not in inputs.widths:
+            continue
+        groups, width = inputs.widths.get(name, (1, 1))
+        elements = float(math.prod(row.shape))
+        operations = elements * width + groups * width**3 if "hessian" in solver.needs else elements
         key = (row.shape, row.scheme, row.layout, groups, width)
-        kinds.setdefault(key, _Kind(row, groups, width, squares)).count += 1
+        kinds.setdefault(key, _Kind(row, groups, width, operations)).count += 1
     total = spent = rate = 0.0  # rate: seconds of an operation in the last trial
     for kind in sorted(kinds.values(), key=lambda k: k.operations):
         if not rate or spent + rate * kind.operations <= SECONDS:
@@ -245,15 +255,17 @@ def _solving(weights: Mapping[str, PlanRow], solver: Solver, inputs: _Inputs) ->
 
 def _trial(kind: _Kind, solver: Solver) -> float:
     """Seconds to solve a random weight of this kind, on random statistics."""
-    row = kind.row
-    assert row.scheme is not None
-    assert row.site is not None
-    shape = list(row.shape)
-    if row.site.transposed:
-        shape[-2:] = shape[:-3:-1]
-    seen = CollectedStatistics(_update((*solver.needs, *solver.wants), kind.groups, ROWS, kind.width), ROWS)
-    for name in {"hessian"} & seen.stats.keys():
-        h = seen.stats[name]  # as one of enough tokens, positive definite
-        h.diagonal(dim1=-2, dim2=-1).add_(0.1 * h.diagonal(dim1=-2, dim2=-1).mean())
-    x = torch.randn(shape, dtype=torch.float32, device="cpu").to(row.tensor.dtype)  # type: ignore[union-attr]
-    return _seconds(lambda: solve_weight(x, row.scheme, row.name, row.layout, row.site.op, solver, seen))  # type: ignore[union-attr, arg-type]
+    row, device = kind.row, _device(kind.row)
+    scheme, site, tensor = row.scheme, row.site, row.tensor
+    assert scheme is not None
+    assert site is not None
+    assert tensor is not None
+    x = _random(row.shape, device).to(tensor.dtype)
+    x = x.transpose(-2, -1).contiguous() if site.transposed else x
+    names = (*solver.needs, *solver.wants) if solver.needs else ()
+    states = _updated(names, (kind.groups, ROWS, kind.width), device)[0]
+    seen = CollectedStatistics({name: STATISTICS[name].finish(state) for name, state in states.items()}, ROWS)
+    if "hessian" in seen.stats:  # positive definite, as one of enough tokens
+        diagonal = seen.stats["hessian"].diagonal(dim1=-2, dim2=-1)
+        diagonal.add_(0.1 * diagonal.mean())
+    return _seconds(lambda: solve_weight(x, scheme, row.name, row.layout, site.op, solver, seen), device)

@@ -159,13 +159,14 @@ class CalibrationLoop:
             if exact is not None:
                 for i in count:
                     exact.put(i, hidden.get(i))
-            last = max((b for b, names in enumerate(segment.sites) if names), default=-1)
-            for b, ((_, block), names) in enumerate(zip(segment.blocks[: last + 1], segment.sites, strict=False)):
+            for b, ((_, block), names) in enumerate(zip(segment.blocks, segment.sites, strict=True)):
+                if b > segment.last:
+                    break
                 if names:
                     yield names, self._block(names, b, block, rest, hidden, exact)
                 elif exact is not None:
                     advance_block(exact, count, b, block, rest)
-                if b < last:
+                if b < segment.last:
                     self.share.wait()  # until no rank reads the states that are replaced
                     advance_block(hidden, own, b, block, rest)
                     self.share.wait()

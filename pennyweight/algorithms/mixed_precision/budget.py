@@ -9,7 +9,7 @@ from math import inf, isinf
 
 from ...planning.config_resolution import PlanError
 from ...planning.configs import AOBaseConfig
-from ...planning.quantize_report import size, speed_of_float
+from ...planning.quantize_report import duration, size, speed_of_float
 from ...support.extras import install
 from ..calibration.loop import parse_bytes
 
@@ -124,14 +124,6 @@ def _seconds(budget: str, base: Base) -> float:
         raise PlanError(f"a latency budget must be positive, got {budget!r}")
     whole = base.seconds / amount if speed else amount * _SECONDS[time[2]]  # type: ignore[index]
     return whole - base.rest_seconds
-
-
-def duration(seconds: float) -> str:
-    """Seconds as text: 1.5 s, 20 ms, 800 µs."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
 
 
 def check(table: Table, limit: Limits, base: Base) -> None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from ...planning.configs import FqnToConfig
 from ...planning.configs.files import write_config
 from ...planning.configs.serialize import config_to_data
-from ...planning.quantize_report import size, speed_of_float
+from ...planning.quantize_report import duration, size, speed_of_float
 from ...support.tables import FLAG, REAL, TEXT, WHOLE, html_table, to_frame
-from .budget import Base, Budget, Table, allocate, check, duration, limits, merge, totals
+from .budget import Base, Budget, Table, allocate, check, limits, merge, totals
 
 if TYPE_CHECKING:
     from pandas import DataFrame

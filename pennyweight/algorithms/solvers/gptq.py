@@ -25,7 +25,7 @@ from ...kernels.cpu.matrix_view import threads_for
 from ...kernels.native.convert import gptq_block
 from ..base import Solution, Solver, Task, register
 from .qparam_grid import SHRINKS, QParamGrid, grid_candidates, make_grid
-from .refinement import BestCandidate, refit_and_descend
+from .refinement import BestCandidate, refit_and_descend, subtract_outer
 from .rtn import Nearest, nearest_parts, output_error, total_error
 
 # -- Algorithm 1 -------------------------------------------------------------------------------------------------------
@@ -161,8 +161,7 @@ def _quantize_block(
         codes[j], v = nearest(j, wanted if keep is None else wanted * keep[j])
         values[j] = v
         torch.sub(wanted, v, out=error).div_(diagonal[j])
-        # Not addr_, which rounds once or twice, by processor and by position
-        w[j + 1 :].sub_(upper[j, j + 1 :, None] * error)
+        subtract_outer(w[j + 1 :], upper[j, j + 1 :], error)
 
 
 def undamped_error(damped: Tensor, difference: Tensor, hessian: Tensor, extra: float) -> Tensor:

@@ -126,16 +126,18 @@ def normal_equations(
             system[:, g, groups + g :] = sums(product, start)
             system[:, groups + g, g:groups] = sums(column * units[:, start:], start)
             system[:, groups + g, groups + g :] = sums(column, start)
-    for a in range(0, width, groups):  # what is below the diagonal of [i, j] is [j, i]
+    i, j = torch.tril_indices(groups, groups, -1, device=units.device)
+    for a in range(0, width, groups):
         for b in range(0, width, groups):
-            one, other = system[:, a : a + groups, b : b + groups], system[:, b : b + groups, a : a + groups]
-            one.copy_(torch.where(_below(groups, units.device), other.mT, one))
+            system[:, a + i, b + j] = system[:, b + j, a + i]
     wanted = sums(pull * units, 0)
     return system, torch.cat([wanted, sums(pull, 0)], 1) if offsets else wanted
 
 
-def _below(n: int, device: torch.device) -> Tensor:
-    return torch.ones(n, n, dtype=torch.bool, device=device).tril(-1)
+def subtract_outer(x: Tensor, column: Tensor, row: Tensor) -> None:
+    """x -= column row^T in place. Not by ``addr_``, which rounds once or twice by processor and by position, so that
+    codes would depend on both."""
+    x.sub_(column.unsqueeze(1) * row)
 
 
 def coordinate_descent(
@@ -162,6 +164,6 @@ def coordinate_descent(
             c, new = nearest(j, wanted)
             moved[j] = new - v[begin + j]
             v[begin + j], codes[begin + j] = new, c
-            here.addr_(hessian[begin:end, begin + j], moved[j], alpha=-1)
+            subtract_outer(here[j + 1 :], hessian[begin + j + 1 : end, begin + j], moved[j])
         pull.addmm_(hessian[:, begin:end], moved, alpha=-1)
     return codes.t().contiguous(), v.t().contiguous()

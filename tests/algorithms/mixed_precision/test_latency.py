@@ -224,10 +224,6 @@ def test_no_time_is_no_budget() -> None:
         budget.limits("0 ms", Base(1, 0, 1.0))
 
 
-def test_durations() -> None:
-    assert [budget.duration(s) for s in (2.5, 0.02, 1e-4, 0.0)] == ["2.5 s", "20 ms", "100 µs", "0 µs"]
-
-
 def test_inputs_are_quantized_in_the_measured_loss() -> None:
     """Of configs whose products are integers, under the layouts of their kernels."""
     configs = [pw.Int8DynamicActivationInt8WeightConfig(), pw.Int8WeightOnlyConfig()]
