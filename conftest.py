@@ -115,10 +115,20 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--each-value", action="store_true",
-        help="of the combinations of a parametrized test, run those that have a value which no earlier one has, of a "
-        "slow test as few as have all values; leave out what is marked as exhaustive, and what slow_tests.txt lists",
+        help="of the combinations of a parametrized test, run as few as have each value of each parameter; leave out "
+        "what is marked as exhaustive, and what slow_tests.txt lists",
     )  # fmt: skip
     parser.addoption("--slow", action="store_true", help="with --each-value: run what slow_tests.txt lists, too")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """With --each-value leave combinations out before pytest makes an item of each, which takes longer than to choose.
+    A slow or exhaustive test keeps one, to be left out below: pytest makes an item without parameters of none."""
+    yield
+    if metafunc.config.getoption("--each-value"):
+        quick = [c for c in metafunc._calls if all(mark.name != "exhaustive" for mark in c.marks)]
+        metafunc._calls = fewest(quick) or metafunc._calls[:1]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -127,46 +137,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "sweep" in item.keywords:
                 item.add_marker(skip)
-    if not config.getoption("--each-value"):
-        return
-    slow = slow_tests()
-    tests: dict[tuple[Path, str], list[pytest.Item]] = {}
-    for item in items:
-        tests.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
-    kept: set[pytest.Item] = set()
-    for combinations in tests.values():
-        if combinations[0].nodeid.partition("[")[0] not in slow:
-            kept.update(with_a_new_value(combinations))
-        elif config.getoption("--slow"):
-            kept.update(fewest(combinations, with_a_new_value(combinations)))
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+    if config.getoption("--each-value"):
+        slow = set() if config.getoption("--slow") else slow_tests()
+        out = {item for item in items if "exhaustive" in item.keywords or item.nodeid.partition("[")[0] in slow}
+        config.hook.pytest_deselected(items=list(out))
+        items[:] = [item for item in items if item not in out]
 
 
-def with_a_new_value(combinations: list[pytest.Item]) -> list[pytest.Item]:
-    known: set[Any] = set()
-    found = []
-    for item in combinations:
-        if values(item) - known and "exhaustive" not in item.keywords:
-            found.append(item)
-        known |= values(item)
-    return found
-
-
-def fewest(combinations: list[pytest.Item], covered: list[pytest.Item]) -> list[pytest.Item]:
-    """Combinations that have all values of those that would be run: of two times three values three, not four."""
-    left: set[Any] = set().union(*map(values, covered))
-    candidates = [item for item in combinations if "exhaustive" not in item.keywords]
+def fewest(combinations: list[Any]) -> list[Any]:
+    """Combinations that have each value of each parameter: of two times three values three. The first of several."""
+    values = [{(name, _identity(value)) for name, value in c.params.items()} for c in combinations]
+    left = set().union(*values)
     found = []
     while left:
-        found.append(max(candidates, key=lambda item: len(values(item) & left)))  # the first of several
-        left -= values(found[-1])
-    return found
-
-
-def values(item: pytest.Item) -> set[Any]:
-    given = getattr(item, "callspec", None)
-    return {(name, _identity(value)) for name, value in given.params.items()} if given else {item.name}
+        found.append(max(range(len(values)), key=lambda k: len(values[k] & left)))
+        left -= values[found[-1]]
+    return [combinations[k] for k in sorted(found)]
 
 
 def slow_tests() -> set[str]:

@@ -28,8 +28,8 @@ from ...core.numerics import Parts
 from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
 from ...core.tracing import in_memory
+from ..graph_weight import LIBRARY, flatten, key_of, parse_key, weight_of
 from ..linear import run_linear
-from ..linear_graph import traced_linear
 from ..native import conv as native_conv
 from ..reference import convolution as dequantized
 from ..table import Case, Kernel, get_kernel, register_kernel
@@ -144,7 +144,7 @@ def _matrix(w: QT) -> QT:
     if found is None:
         spec, shape = as_matrix(w.spec, [int(n) for n in w.shape])
         found = QT(w.parts, spec, shape, w.dtype, _activation(w.act, w.ndim))
-        if not torch.compiler.is_compiling() and in_memory(w._codes):
+        if in_memory(w._codes):
             w._bound[NAME] = found
     return found
 
@@ -170,20 +170,31 @@ def run(
     )  # fmt: skip
     if groups != 1 or not fits_torch:
         return dequantized(x, w, bias, *rest)
+    if torch.compiler.is_compiling() or not in_memory(w._codes) or not in_memory(x):
+        return torch.ops.pennyweight.transposed_convolution.default(
+            x, flatten(w)[0], bias, stride, padding, dilation, more, key_of(w)
+        )
+    return _call(x, w, bias, stride, padding, dilation, more)
+
+
+def _call(
+    x: Tensor, w: QT, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+    output_padding: Sequence[int],
+) -> Tensor:  # fmt: skip
+    n = w.ndim - 2
+    out = output_sizes(x.shape[2:], w.shape[2:], stride, padding, dilation, output_padding)
     matrix, rows = _matrix(w), x.movedim(1, -1).contiguous()
-    here = in_memory(w._codes) and in_memory(rows) if not torch.compiler.is_compiling() else False
-    run_product = run_linear if here else traced_linear
     taps, o = w.shape[2:], w.shape[1]
     form = native_conv.output_format(x) if n == 2 else torch.contiguous_format
-    apart = [*taps] == stride and [*out] == [p * s for p, s in zip(x.shape[2:], stride, strict=True)]
+    apart = [*taps] == [*stride] and [*out] == [p * s for p, s in zip(x.shape[2:], stride, strict=True)]
     if apart and max(dilation) == 1 and not any(padding):  # no place gets two products
-        columns = run_product(rows, matrix, None if bias is None else bias.repeat(math.prod(taps)))
+        columns = run_linear(rows, matrix, None if bias is None else bias.repeat(math.prod(taps)))
         columns = columns.unflatten(-1, (*taps, o))  # [B, *positions, *taps, O]
         pairs = [axis for i in range(1, n + 1) for axis in (i, i + n)]
         if form is torch.contiguous_format:
             return columns.permute(0, -1, *pairs).reshape(x.shape[0], o, *out).contiguous()
         return columns.permute(0, *pairs, -1).reshape(x.shape[0], *out, o).contiguous().movedim(-1, 1)
-    columns = run_product(rows, matrix, None).unflatten(-1, (math.prod(taps), o))  # [B, *positions, taps, O]
+    columns = run_linear(rows, matrix, None).unflatten(-1, (math.prod(taps), o))  # [B, *positions, taps, O]
     y = add_columns(columns, bias, out, taps, stride, padding, dilation)
     return y.to(x.dtype).movedim(-1, 1).contiguous(memory_format=form)
 
@@ -222,6 +233,33 @@ def add_columns(
             y[(slice(None), *here)] += columns[(slice(None), *span, index)]
     return y
 
+
+# -- the op used in graphs: to trace the sums of each tap takes seconds ------------------------------------------------
+
+
+def _op(
+    x: Tensor, parts: list[Tensor], bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int],
+    output_padding: list[int], key: str,
+) -> Tensor:  # fmt: skip
+    return _call(x, weight_of(key, parts), bias, stride, padding, dilation, output_padding)
+
+
+def _fake(
+    x: Tensor, parts: list[Tensor], bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int],
+    output_padding: list[int], key: str,
+) -> Tensor:  # fmt: skip
+    _, o, *taps = parse_key(key).shape
+    out = output_sizes(x.shape[2:], taps, stride, padding, dilation, output_padding)
+    form = native_conv.output_format(x) if len(taps) == 2 else torch.contiguous_format
+    return x.new_empty((x.shape[0], o, *out)).contiguous(memory_format=form)
+
+
+LIBRARY.define(
+    "transposed_convolution(Tensor x, Tensor[] parts, Tensor? bias, SymInt[] stride, SymInt[] padding, "
+    "SymInt[] dilation, SymInt[] output_padding, str key) -> Tensor"
+)
+LIBRARY.impl("transposed_convolution", _op, "CompositeExplicitAutograd")
+torch.library.register_fake("pennyweight::transposed_convolution", _fake, lib=LIBRARY)
 
 # Integer sums are exact. Float inputs are rounded to 2**-22 of the largest magnitude of their position.
 register_kernel(
