@@ -1,5 +1,6 @@
 """Every row of the kernel table against the mathematics, over all that it accepts. Registered rows are enrolled."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -72,6 +73,9 @@ ULP = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 UNREACHED: dict[str, str] = {}
 
 
+EVERY = pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+
+
 def row_ids(op: str) -> list[Any]:
     return [pytest.param(k, id=k.name) for k in kernels(op)]
 
@@ -85,26 +89,30 @@ def make(spec: QuantSpec, shape: tuple[int, ...], dtype: torch.dtype, act: Activ
     return w
 
 
-def accepted(kernel: Kernel, shapes: list[tuple[int, ...]], acts: dict[str, Any]) -> Iterator[tuple[str, QT]]:
-    """Weights of every spec, shape and dtype that the row accepts, in its layout."""
+def accepted(
+    kernel: Kernel, shapes: list[tuple[int, ...]], acts: dict[str, Any], every: bool = True
+) -> Iterator[tuple[str, QT]]:
+    """Weights of every spec, activation, shape and dtype that the row accepts, in its layout. Otherwise one shape and
+    dtype of each spec and activation, in turn."""
     if kernel.devices is not None and "cpu" not in kernel.devices:
         return
     more = {"convolution": CONVOLUTIONS, "transposed_convolution": TRANSPOSED}.get(kernel.op, {})
-    for name, spec in (SPECS | more).items():
-        if spec.layout not in ("plain", kernel.layout):
-            continue  # the same numbers stand in the list in layout "plain" or in this row's
-        for act_name, act in acts.items():
-            for shape in shapes:
-                if spec.block is not None and len(spec.block) > len(shape):
-                    continue
-                for dtype in DTYPES:
-                    w = make(spec, shape, dtype, act)
-                    with pytest.MonkeyPatch.context() as patch:  # let small weights reach a row for large ones
-                        patch.setattr(torch_int8, "DIGIT_WEIGHTS", 0)
-                        patch.setattr(conv_transposed, "FEWEST", 1)
-                        refused = kernel.refuses(case_of(w, dtype), any_layout=True)
-                    if refused is None:
-                        yield f"{name} {act_name} {shape} {dtype}", w.to_layout(kernel.layout or "plain")
+    specs = {name: spec for name, spec in (SPECS | more).items() if spec.layout in ("plain", kernel.layout)}
+    cases = list(itertools.product(shapes, DTYPES))
+    for turn, ((name, spec), (act_name, act)) in enumerate(itertools.product(specs.items(), acts.items())):
+        start = 0 if every else 7 * turn % len(cases)  # 7: a step through all shapes and dtypes
+        for shape, dtype in cases[start:] + cases[:start]:
+            if spec.block is not None and len(spec.block) > len(shape):
+                continue
+            w = make(spec, shape, dtype, act)
+            with pytest.MonkeyPatch.context() as patch:  # let small weights reach a row for large ones
+                patch.setattr(torch_int8, "DIGIT_WEIGHTS", 0)
+                patch.setattr(conv_transposed, "FEWEST", 1)
+                refused = kernel.refuses(case_of(w, dtype), any_layout=True)
+            if refused is None:
+                yield f"{name} {act_name} {shape} {dtype}", w.to_layout(kernel.layout or "plain")
+                if not every:
+                    break
 
 
 def seen(x: torch.Tensor, w: QT) -> torch.Tensor:
@@ -168,11 +176,11 @@ def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.linear(x, w)
 
 
-@pytest.mark.parametrize("act", ACTIVATIONS)
+@EVERY
 @pytest.mark.parametrize("kernel", row_ids("linear"))
-def test_linear(kernel: Kernel, act: str) -> None:
+def test_linear(kernel: Kernel, every: bool) -> None:
     few = {"zero", "17 rows", "3-d", "every other", "0 rows", "1-d"}
-    for label, w in accepted(kernel, MATRICES, {act: ACTIVATIONS[act]}):
+    for label, w in accepted(kernel, MATRICES, ACTIVATIONS, every):
         n, k = w.shape
         for i, (form, x) in enumerate(inputs(k, w.dtype)):
             if kernel.rank < 0 and form not in few:
@@ -232,10 +240,11 @@ def convolve(args: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten.convolution.default(x, w, None, *args)
 
 
+@EVERY
 @pytest.mark.parametrize("kernel", row_ids("convolution"))
-def test_convolution(kernel: Kernel) -> None:
+def test_convolution(kernel: Kernel, every: bool) -> None:
     acts = {"none": None, "int8": INT8_TOKEN, **SAMPLES}
-    for label, w in accepted(kernel, [(16, 8, 3), (8, 4, 3, 3), (6, 1, 2, 3), (4, 2, 3, 1, 2)], acts):
+    for label, w in accepted(kernel, [(16, 8, 3), (8, 4, 3, 3), (6, 1, 2, 3), (4, 2, 3, 1, 2)], acts, every):
         dims = w.ndim - 2
         for groups, stride in ((1, 1), (2, 2)):
             args = ([stride] * dims, [1] * dims, [1] * dims, False, [0] * dims, groups)
@@ -246,10 +255,11 @@ def test_convolution(kernel: Kernel) -> None:
             check(label, kernel, kernel.run(x, w, bias, *args), partial(convolve, args), x, w, bias)
 
 
+@EVERY
 @pytest.mark.parametrize("kernel", row_ids("transposed_convolution"))
-def test_transposed_convolution(kernel: Kernel) -> None:
+def test_transposed_convolution(kernel: Kernel, every: bool) -> None:
     acts = {"none": None, "int8": INT8_TOKEN, **POSITIONS}
-    for label, w in accepted(kernel, [(40, 6, 3), (64, 4, 3, 2), (33, 1, 2, 2), (4, 2, 3, 1, 2)], acts):
+    for label, w in accepted(kernel, [(40, 6, 3), (64, 4, 3, 2), (33, 1, 2, 2), (4, 2, 3, 1, 2)], acts, every):
         dims = w.ndim - 2
         for groups, stride, more in ((1, 1, 0), (1, 2, 1), (w.shape[0], 2, 0))[: 1 if kernel.rank < 0 else 3]:
             args = ([stride] * dims, [1] * dims, [1] * dims, True, [more] * dims, groups)
