@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ...planning.config_resolution import PlanError
 from ...planning.plan import Plan, PlanRow
 from ...planning.quantize_report import duration, size
 from ...planning.run_batch import token_mask
@@ -87,6 +88,18 @@ class CalibrationCost:
 def solving_bytes(todo: Plan) -> int:
     """Bytes that the largest planned weight takes while it is solved."""
     return 4 * COPIES * max((math.prod(row.shape) for row in todo.active), default=0)
+
+
+def room_beside(todo: Plan, max_memory: float, more: int = 0) -> float:
+    """Bytes that the largest planned weight leaves of a limit while it is solved. more: bytes that it takes besides.
+    Raises PlanError if there are none."""
+    needed = solving_bytes(todo) + more
+    if needed >= max_memory:
+        raise PlanError(
+            f"max_memory is {size(int(max_memory))}, but while the largest weight is solved it takes up to "
+            f"{size(needed)}; raise max_memory, or skip that layer"
+        )
+    return max_memory - needed
 
 
 def estimate_cost(model: nn.Module, todo: Plan, recipe: Recipe, batches: Sequence[Any]) -> CalibrationCost:
