@@ -121,18 +121,12 @@ class FilesPipeline(Pipeline):
             for hook in self.hooks:
                 hook.remove()
 
-    def plan(self) -> Plan:
-        """Also raises PlanError if the largest of the planned weights does not fit."""
-        todo = super().plan()
-        self._room(todo)
-        return todo
-
-    def _room(self, todo: Plan) -> float | None:
-        """Bytes that the largest weight leaves for statistics; None: no limit."""
-        return None if self.max_memory is None else room_beside(todo, self.max_memory)
+    def _room(self, todo: Plan, recipe: Recipe) -> float | None:
+        """Bytes that the largest weight leaves for statistics; None: no limit. Raises PlanError if it does not fit."""
+        return None if self.max_memory is None else room_beside(todo, recipe.solver, self.max_memory)
 
     def _carry_out(self, todo: Plan, recipe: Recipe, batches: Any, max_ram: float | None) -> Report:
-        return super()._carry_out(todo, recipe, batches, self._room(todo))
+        return super()._carry_out(todo, recipe, batches, self._room(todo, recipe))
 
     def _check_recipe(self, todo: Plan, recipe: Recipe, batches: Any) -> None:
         for one in (*recipe.rewrites, *recipe.tuners):
@@ -141,6 +135,7 @@ class FilesPipeline(Pipeline):
                 raise PlanError(f"{one.name}: {why}, so the model must be in memory; load it and call quantize_")
         if any(row.call is not None for row in todo.active):
             raise PlanError("handlers of modules need the model in memory: load it and call quantize_")
+        self._room(todo, recipe)
         self._check_room(recipe)
         super()._check_recipe(todo, recipe, batches)
 

@@ -191,7 +191,7 @@ def search(
         groups = _groups(names, for_, fused)
         check(merge(_known(rows, configs, took), groups)[0], limit, base)
         every = replace(plans[0], rows=[row for p in plans for row in p.rows])
-        room = None if memory is None else room_beside(plans[0], memory, _most(rows))
+        room = None if memory is None else room_beside(plans[0], recipe.solver, memory, _most(rows))
         label = "loss" if callable(metric) else next(name for name, fn in losses.NAMED.items() if fn is measure)
         how = f"{recipe}, {label}, held_out={held_out}"
         kept = Measurements(None if resume is None else SearchJournal(resume, model, every, how, batches))
