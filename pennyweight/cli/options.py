@@ -118,7 +118,7 @@ Budget = Annotated[
     option(
         QUANTIZATION,
         'Instead of --config: the best mixed-precision config within "4.25 bpw", "600 MB", "1.3x latency" or "20 ms". '
-        "Repeatable. Such a run starts again after an interruption.",
+        "Repeatable. Without --max-memory such a run starts again after an interruption.",
         metavar="AMOUNT",
     ),
 ]
@@ -362,7 +362,11 @@ Page = Annotated[str, option(OUTPUT, "The HTML file.", "-o", "--out", metavar="F
 
 MaxMemory = Annotated[
     str,
-    option(RUN, "Memory of --algorithm, such as 6GB; weights stay in files. Default: all are loaded.", metavar="SIZE"),
+    option(
+        RUN,
+        "Memory of --algorithm and --budget, such as 6GB; weights stay in files. Default: all are loaded.",
+        metavar="SIZE",
+    ),
 ]
 Resume = Annotated[bool, option(RUN, "Continue an interrupted run, or start again.", "--resume/--no-resume")]
 Traceback = Annotated[bool, option(RUN, "Show the traceback of an error.", "--traceback")]

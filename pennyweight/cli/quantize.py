@@ -59,7 +59,7 @@ EPILOG = """Examples:
   pennyweight quantize MODEL_DIR OUT_DIR --config int4 --group-size 64 --skip lm_head --dry-run
   pennyweight quantize MODEL_DIR OUT_DIR --config w4a16 --layer '*.down_proj=int8' --for vllm
   pennyweight quantize MODEL_DIR OUT_DIR --config int4 --calibration text.txt
-  pennyweight quantize MODEL_DIR OUT_DIR --budget "4.25 bpw" --calibration text.txt
+  pennyweight quantize MODEL_DIR OUT_DIR --budget "4.25 bpw" --calibration text.txt --max-memory 6GB
 
 Configs:
 """ + "\n".join(f"  {name:<{_width}}  {entry.text}" for name, entry in CONFIGS.items())
@@ -125,10 +125,9 @@ def quantize(
         raise ValueError("--latency-tokens must be positive and needs --budget")
     if budget and group_size is not None:
         raise ValueError("--group-size needs --config; --budget chooses the group size too")
-    if max_memory and (budget or not algorithm):
+    if max_memory and not (algorithm or budget):
         raise ValueError(
-            "--max-memory is for --algorithm: --budget measures the whole model, and without an algorithm one tensor is"
-            " in memory at a time"
+            "--max-memory is for --algorithm and --budget: without them one tensor is in memory at a time; leave it out"
         )
     if group_size is not None and (not config or is_config_file(config)):
         raise ValueError("--group-size belongs to a --config given by its name")
@@ -148,7 +147,7 @@ def quantize(
     if several and (budget or max_kl is not None or (algorithm and not max_memory)):
         raise ValueError(
             "--algorithm, --budget and --max-kl run the model in one process; start without torchrun, or give "
-            "--max-memory to an algorithm: its processes share the weights of each block"
+            "--max-memory to an algorithm without --budget: its processes share the weights of each block"
         )
 
     from ..io import local_path, quantize_checkpoint
@@ -195,14 +194,15 @@ def quantize(
     elif algorithm or budget:
         from ..io.calibrated_streaming import STATE
 
+        resumes = not budget or bool(max_memory)  # a search in memory keeps nothing
         with over_ranks():
             RankGroup(out_dir, several).first(lambda: check_room(out_dir, force, but=STATE))
             with (
                 progress_bar() if is_first_rank() else nullcontext() as advance,
-                nullcontext() if budget else resume_hint(),
+                resume_hint() if resumes else nullcontext(),
             ):
                 report = learned(
-                    progress=advance if is_first_rank() else False, resume=None if budget else resume, finish=finish
+                    progress=advance if is_first_rank() else False, resume=resume if resumes else None, finish=finish
                 )
         after = contents(out_dir).file_bytes
     else:

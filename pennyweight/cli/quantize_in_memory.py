@@ -50,23 +50,22 @@ def write_calibrated(
         batches = text_batches(model, tokenizer, read, batch=BATCH, length=LENGTH, limit=SEQUENCES)
         if len(batches) < FEW:  # search and tune hold some batches out
             batches = text_batches(model, tokenizer, read, batch=1, length=LENGTH, limit=SEQUENCES)
-    if config is None:
-        found = search(
-            model, batches or [], budget[0], skip=skip, example=_example(model, batches or [], budget[1]),
-            progress=progress, for_=engine,
-        )  # fmt: skip
-        typer.echo(str(found), err=True)
-        if save_config:
-            write_config(found.config, save_config)
-        chosen, left_out = found.config, ()
-    else:
-        chosen, left_out = config, skip
-    how: dict[str, Any] = {
-        "skip": left_out, "calibration": batches, "algorithm": algorithm, "on_indivisible": on_indivisible,
-        "dry_run": dry_run, "progress": progress, "for_": engine,
-    }  # fmt: skip
     team = RankGroup(out_dir, ranks)
     with team.share_errors(), kept_state(out_dir, None if dry_run else resume, team) as state:
+        chosen, left_out = config, skip
+        if chosen is None:
+            found = search(
+                model, batches or [], budget[0], skip=skip, example=_example(model, batches or [], budget[1]),
+                progress=progress, for_=engine, resume=state, max_memory=max_memory or None,
+            )  # fmt: skip
+            typer.echo(str(found), err=True)
+            if save_config:
+                write_config(found.config, save_config)
+            chosen, left_out = found.config, ()
+        how: dict[str, Any] = {
+            "skip": left_out, "calibration": batches, "algorithm": algorithm, "on_indivisible": on_indivisible,
+            "dry_run": dry_run, "progress": progress, "for_": engine,
+        }  # fmt: skip
         if max_memory:
             report = quantize_mapped(model, chosen, state, max_memory, team=team, **how)
         else:

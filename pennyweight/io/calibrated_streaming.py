@@ -23,9 +23,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..algorithms.calibration.disk_offload import offload_to, offload_weights_
-from ..algorithms.calibration.estimate_cost import solving_bytes
+from ..algorithms.calibration.estimate_cost import room_beside
 from ..algorithms.calibration.journal import KEY, PREFIX, Journal
 from ..algorithms.calibration.loop import SharedWork, parse_bytes
+from ..algorithms.mixed_precision.measurements import SearchJournal
 from ..algorithms.recipe import Recipe
 from ..algorithms.rewrites.quarot import ROWS
 from ..algorithms.solve import Solved
@@ -120,23 +121,12 @@ class FilesPipeline(Pipeline):
             for hook in self.hooks:
                 hook.remove()
 
-    def plan(self) -> Plan:
-        """Also raises PlanError if the largest of the planned weights does not fit."""
-        todo = super().plan()
-        if self._room(todo) <= 0:
-            limit, needed = size(int(self.max_memory or 0)), size(solving_bytes(todo))
-            raise PlanError(
-                f"max_memory is {limit}, but while the largest weight is solved it takes up to {needed}; raise "
-                "max_memory, or skip that layer"
-            )
-        return todo
-
-    def _room(self, todo: Plan) -> float:
-        """Bytes that the largest weight leaves for statistics."""
-        return math.inf if self.max_memory is None else self.max_memory - solving_bytes(todo)
+    def _room(self, todo: Plan, recipe: Recipe) -> float | None:
+        """Bytes that the largest weight leaves for statistics; None: no limit. Raises PlanError if it does not fit."""
+        return None if self.max_memory is None else room_beside(todo, recipe.solver, self.max_memory)
 
     def _carry_out(self, todo: Plan, recipe: Recipe, batches: Any, max_ram: float | None) -> Report:
-        return super()._carry_out(todo, recipe, batches, None if self.max_memory is None else self._room(todo))
+        return super()._carry_out(todo, recipe, batches, self._room(todo, recipe))
 
     def _check_recipe(self, todo: Plan, recipe: Recipe, batches: Any) -> None:
         for one in (*recipe.rewrites, *recipe.tuners):
@@ -145,6 +135,7 @@ class FilesPipeline(Pipeline):
                 raise PlanError(f"{one.name}: {why}, so the model must be in memory; load it and call quantize_")
         if any(row.call is not None for row in todo.active):
             raise PlanError("handlers of modules need the model in memory: load it and call quantize_")
+        self._room(todo, recipe)
         self._check_room(recipe)
         super()._check_recipe(todo, recipe, batches)
 
@@ -331,7 +322,8 @@ def _check_empty(dst: str) -> None:
 
 @contextmanager
 def kept_state(out_dir: str, resume: bool | None, team: RankGroup | None = None) -> Iterator[str | None]:
-    """The folder of finished weights during a run; an error before the first of them removes it.
+    """The folder of finished weights, and of those of a search, during a run; an error before the first of them removes
+    it.
 
     resume   True: continue an interrupted run in out_dir; False: start again; None: keep no state, the folder is None
     team     the ranks that run it; the first makes and removes the folder
@@ -366,7 +358,9 @@ def _begin(out_dir: str, folder: str, resume: bool, lock: ExitStack) -> bool:
     os.makedirs(folder, exist_ok=True)
     lock.enter_context(folder_lock(folder, patience=0))
     for entry in Path(folder).iterdir():
-        finished = entry.name == KEY or (entry.name.startswith(PREFIX) and entry.suffix != ".part")
+        finished = entry.name in (KEY, SearchJournal.key_file) or (
+            entry.name.startswith(PREFIX) and entry.suffix != ".part"
+        )
         if resume and finished:
             continue
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

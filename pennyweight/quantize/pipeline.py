@@ -253,7 +253,7 @@ class Pipeline:
             return []
         cost = estimate_cost(self.model, todo, recipe, batches)
         finished = sum(row.bytes_after for row in todo.active) if self.in_files else None
-        return cost.notes(largest=solving_bytes(todo), finished=finished)
+        return cost.notes(largest=solving_bytes(todo, recipe.solver), finished=finished)
 
     # -- calibrate and solve -------------------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ def test_weights_that_stay_in_files(run: Any, writer: Path, text: Path, tmp_path
     assert result.exit_code == 0, result.stderr
     assert snapshot(out) == snapshot(tmp_path / "whole")
     several = run("quantize", writer, tmp_path / "other", *GROUPS, "--max-memory", "1GB")
-    assert "--max-memory is for --algorithm" in several.stderr
+    assert "--max-memory is for --algorithm and --budget" in several.stderr
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = ["-m", "pennyweight", "quantize", writer, tmp_path / "two", *arguments, "--max-memory", "1GB"]
     two = forked.run([*torchrun, *command])
@@ -75,6 +75,49 @@ def test_a_budget_and_a_gate(run: Any, writer: Path, text: Path, tmp_path: Path)
     assert "bits per weight" in result.stderr
     held = [t for t in pw.load(out).values() if isinstance(t, pw.AffineQuantizedTensor)]
     assert 8 * sum(t.nbytes for t in held) <= 5 * sum(t.numel() for t in held)
+
+
+def test_a_budget_for_weights_that_stay_in_files(
+    run: Any, writer: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text.write_text(text.read_text() * 8)
+    monkeypatch.setattr("pennyweight.cli.quantize_in_memory.LENGTH", 32)
+    arguments = ("--budget", "5 bpw", "--calibration", text, "--algorithm", "gptq", "--skip", "lm_head")
+    whole = run("quantize", writer, tmp_path / "whole", *arguments)
+    assert whole.exit_code == 0, whole.stderr
+    out, low = tmp_path / "out", ("--max-memory", "1GB")
+    for budget in ("10kB", "60kB"):
+        refused = run("quantize", writer, out, *arguments, "--max-memory", budget)
+        assert "raise max_memory" in refused.stderr
+        assert not out.exists()
+    refused = run("quantize", writer, out, *arguments, *low, "--budget", "1.1x latency")
+    assert "give a budget of bits or bytes" in refused.stderr
+    assert not out.exists()
+    measured: list[str] = []
+    module = import_module("pennyweight.algorithms.mixed_precision.sensitivity")
+    measure = module._Chain.measure
+
+    def measuring(self: Any, b: int, trials: Any, until: int) -> Any:
+        if len(measured) == until:
+            raise KeyboardInterrupt
+        measured.extend(trials)
+        return measure(self, b, trials)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module._Chain, "measure", lambda *a: measuring(*a, until=7))
+        stopped = run("quantize", writer, out, *arguments, *low)
+    assert stopped.exit_code == 130
+    assert "run the same command again to resume" in stopped.stderr
+    with pytest.MonkeyPatch.context() as patch:  # the search goes on, and the second run stops later
+        patch.setattr(module._Chain, "measure", lambda *a: measuring(*a, until=-1))
+        solving(patch, until=3)
+        assert run("quantize", writer, out, *arguments, *low).exit_code == 130
+    assert len(measured) == len(set(measured))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module._Chain, "measure", None)
+        result = run("quantize", writer, out, *arguments, *low)
+    assert result.exit_code == 0, result.stderr
+    assert snapshot(out) == snapshot(tmp_path / "whole")
 
 
 def test_a_budget_of_time(run: Any, writer: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from tests import forked
 
 transformers = pytest.importorskip("transformers")
 CONFIG = pw.Int4WeightOnlyConfig(group_size=32)
+WIDEST = 4 * COPIES * 64 * 96 + 2 * 8 * 96**2  # down_proj while it is solved: copies of it, of its inputs squared
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
@@ -263,7 +264,7 @@ def test_a_dry_run_says_what_the_calibration_will_take(folders: dict[str, Path],
     statistics = 2 * 4 * (96**2 + 6 * 64**2)
     hidden = 2 * 2 * 2 * 36 * 64 * 2
     finished = sum(row.bytes_after for row in run().quantized)
-    largest = 4 * COPIES * 128 * 64
+    largest = WIDEST
     assert memory == (
         f"memory: about {size(statistics + largest)} beside mapped files; disk until the end: {size(hidden)} of hidden "
         f"states, {size(finished)} of weights"
@@ -280,7 +281,7 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="the largest weight is solved it takes up to"):
         run(max_memory="10 kB")
     with pytest.raises(PlanError, match="statistics of its inputs take"):
-        run(max_memory=4 * 8 * 128 * 64 + 1000)
+        run(max_memory=WIDEST + 1000)
     with pytest.raises(PlanError, match="or skip that layer"):  # the head is the largest; the embedding stays float
         run(algorithm="imatrix", max_memory=240_000, dry_run=True)
     assert run(algorithm="imatrix", max_memory=240_000, dry_run=True, skip=["lm_head"]).quantized

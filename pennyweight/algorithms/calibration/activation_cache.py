@@ -38,7 +38,7 @@ class ActivationCache:
 
     def get(self, i: int) -> Tensor:
         if self.folder is None:
-            return self.kept[i]
+            return self.kept[i].clone()
         return torch.load(self.folder / f"{self.name}-{i}.pt", weights_only=True)
 
 
@@ -63,10 +63,8 @@ def capture_block_inputs(
             if not calls:
                 if i == 0:
                     first(x)
-                hidden.put(i, x)
-            calls.append((tuple(args[1:]), {k: v for k, v in kwargs.items() if k != "hidden_states"} | {
-                _BY_NAME: not args
-            }))  # fmt: skip
+                hidden.put(i, x.clone())  # a block may write into its inputs, here and when it runs alone
+            calls.append(other_arguments(args, kwargs))
             if len(calls) == len(blocks) or (shared and i > 0):
                 raise _StopForward
 
@@ -80,6 +78,11 @@ def capture_block_inputs(
             del calls[1:]
         calls[:] = tree_map_only(Tensor, offloaded, calls)  # masks and rotary tables of all batches take memory too
     return lambda i, b: kept[i][b if len(kept[i]) > 1 else 0]
+
+
+def other_arguments(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a block beside its hidden states, for :func:`run_block`."""
+    return tuple(args[1:]), {k: v for k, v in kwargs.items() if k != "hidden_states"} | {_BY_NAME: not args}
 
 
 def advance_block(states: ActivationCache, batches: Iterable[int], b: int, block: nn.Module, rest: Rest) -> None:

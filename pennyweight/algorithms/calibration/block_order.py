@@ -150,7 +150,7 @@ class _Trial:
     def _before(self, i: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             x = hidden_argument(args, kwargs)
-            if i != self.calls or x is None or (i and (self.last is None or not _same(x, self.last))):
+            if i != self.calls or x is None or (i and (self.last is None or not same_values(x, self.last))):
                 self.good = False
             self.calls += 1
             self.inside = i
@@ -168,7 +168,7 @@ class _Trial:
         return [[n for n in weights.values() if n.startswith(f"{name}.")] for name, _ in self.blocks]
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def same_values(a: Tensor, b: Tensor) -> bool:
     """Whether both hold the same values; NaN equals NaN."""
     return a is b or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
 

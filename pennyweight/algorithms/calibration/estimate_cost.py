@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ...planning.config_resolution import PlanError
 from ...planning.plan import Plan, PlanRow
 from ...planning.quantize_report import duration, size
 from ...planning.run_batch import token_mask
 from ..base import Solver
 from ..recipe import Recipe
 from ..solve import solve_weight
+from ..solvers.gptq import FLOAT64_INPUTS
 from ..tied_weights import RATIO_BATCHES
 from .activation_cache import ActivationCache, capture_block_inputs
 from .block_order import CalibrationSegment, calibration_segments, inference_mode
@@ -84,9 +86,30 @@ class CalibrationCost:
         return [text, memory]
 
 
-def solving_bytes(todo: Plan) -> int:
-    """Bytes that the largest planned weight takes while it is solved."""
-    return 4 * COPIES * max((math.prod(row.shape) for row in todo.active), default=0)
+def solving_bytes(todo: Plan, solver: Solver) -> int:
+    """Bytes that a planned weight takes at most while it is solved: copies of it, and the two matrices of its inputs
+    squared that factoring a Hessian takes."""
+
+    def needed(row: PlanRow) -> int:
+        shape, flip = row.shape, row.site is not None and row.site.transposed
+        width = (
+            (math.prod(shape[1:]) if len(shape) > 3 else shape[-2 if flip else -1]) if "hessian" in solver.needs else 0
+        )
+        return 4 * COPIES * math.prod(shape) + 2 * (8 if width <= FLOAT64_INPUTS else 4) * width**2
+
+    return max((needed(row) for row in todo.active if len(row.shape) > 1), default=0)
+
+
+def room_beside(todo: Plan, solver: Solver, max_memory: float, more: int = 0) -> float:
+    """Bytes that the planned weight which takes most leaves of a limit while it is solved. more: bytes that it takes
+    besides. Raises PlanError if there are none."""
+    needed = solving_bytes(todo, solver) + more
+    if needed >= max_memory:
+        raise PlanError(
+            f"max_memory is {size(int(max_memory))}, but while the largest weight is solved it takes up to "
+            f"{size(needed)}; raise max_memory, or skip that layer"
+        )
+    return max_memory - needed
 
 
 def estimate_cost(model: nn.Module, todo: Plan, recipe: Recipe, batches: Sequence[Any]) -> CalibrationCost:

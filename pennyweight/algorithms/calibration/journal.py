@@ -30,7 +30,7 @@ class Journal:
     keep them in another format.
     """
 
-    ending = "pt"
+    ending, key_file = "pt", KEY
 
     def __init__(self, folder: str | Path, model: nn.Module, todo: Plan, recipe: Any, batches: Sequence[Any]) -> None:
         self.folder = Path(folder)
@@ -54,7 +54,7 @@ class Journal:
 
     def claim(self, key: dict[str, Any]) -> None:
         """Write the key of a new folder, or compare it with that of an interrupted run."""
-        path = self.folder / KEY
+        path = self.folder / self.key_file
         if not path.exists():
             _write(path, lambda to: to.write_text(json.dumps(key), encoding="utf-8"))
             return

@@ -228,8 +228,9 @@ class CalibrationLoop:
             needed = sum(int(state.nbytes) for state in states)
             if needed > self.max_ram:
                 raise PlanError(
-                    f"{name}: the statistics of its inputs take {size(needed)}, max_ram is {size(self.max_ram)}; raise "
-                    "max_ram, or use an algorithm with smaller statistics, such as 'imatrix' or 'nearest'"
+                    f"{name}: the statistics of its inputs take {size(needed)}, the memory limit leaves "
+                    f"{size(self.max_ram)} for them; raise it (max_ram or max_memory), or use an algorithm with "
+                    "smaller statistics, such as 'imatrix' or 'nearest'"
                 )
             if hidden + needed > self.max_ram:
                 for store in stores:

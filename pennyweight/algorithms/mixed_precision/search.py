@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +24,15 @@ from ...planning.configs import AOBaseConfig, SpecConfig
 from ...planning.configs.by_name import FASTEST, by_name
 from ...planning.engines import FUSED, check_plan, engine_of, fused_groups
 from ...planning.plan import Plan, PlanRow, plan
-from ...support.arguments import check_number
+from ...support.arguments import check_folder, check_number
 from ...support.progress import Callback, Progress, step
 from .. import recipe as recipes
 from ..calibration.batches import read
 from ..calibration.block_order import inference_mode
+from ..calibration.disk_offload import offload_to, offloaded
+from ..calibration.estimate_cost import room_beside
 from ..calibration.float32_products import run_batch
+from ..calibration.loop import parse_bytes
 from ..solve import stages
 from ..tied_weights import solve_in_model
 from ..tuners import losses
@@ -44,7 +51,9 @@ from .budget import (
     totals,
 )  # fmt: skip
 from .latency import CallTimer, LayerTimes, layer_times
+from .measurements import LOSSES, WEIGHTS, Measurements, SearchJournal
 from .search_result import Search, config_of, whole_seconds
+from .sensitivity import Sensitivities, Trials
 
 __all__ = ["CANDIDATES", "CallTimer", "Option", "Search", "allocate", "search"]
 
@@ -74,6 +83,8 @@ def search(
     progress: Progress = None,
     for_: str | None = None,
     fused: Sequence[Sequence[str]] = (),
+    resume: str | Path | None = None,
+    max_memory: str | int | None = None,
 ) -> Search:
     """Find a config for each weight that minimises the loss of the model within a budget.
 
@@ -95,6 +106,11 @@ def search(
                 each layer that it fuses. Default candidates are then those of its configs that it reads
     progress    a bar after two seconds by default; False: none; or a function, called with (done, total, name)
     fused       layers that share one choice, by the last part of their names: [("q_proj", "k_proj", "v_proj")]
+    resume      folder to save each solved weight and measured loss; a second run with the same model, data and options,
+                but any budget, continues from there. Raises if one of them differs
+    max_memory  "6 GB": limit of the arrays of the search, for a model whose weights are mapped by ``load``. Solved
+                weights, hidden states and outputs are then in files: in ``resume``, or in a temporary folder. Raises if
+                a weight or the statistics of a block need more, and for a latency budget without a clock
 
     Each weight is quantized under each candidate with the float model's inputs, and the loss of the model with only
     that weight replaced is measured. Then scipy's MILP solver (HiGHS) selects one option per weight:
@@ -108,8 +124,9 @@ def search(
 
     The model is not changed; it runs in eval mode. Losses of small errors are nearly additive; the deviation is
     measured once for the chosen allocation (``interaction``) and included in the prediction. Needs scipy. Memory: the
-    model, the statistics of one block, and all quantized weights, packed. Raises PlanError for an invalid budget or one
-    that no allocation meets; size and time are checked before any weight is quantized.
+    model, the statistics of one block, and all quantized weights, packed, unless ``resume`` or ``max_memory`` is given.
+    Raises PlanError for an invalid budget or one that no allocation meets; size and time are checked before any weight
+    is quantized.
 
     >>> import torch, pennyweight as pw
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
@@ -138,7 +155,19 @@ def search(
     configs = read_candidates(candidates, default)
     check_number("held_out", held_out, 0, below=1)
     solving, measuring = losses.split_batches(batches, held_out)
-    with step("search", progress) as advance, torch.inference_mode(False), torch.no_grad():
+    check_folder("resume", resume, create=True)
+    memory = None if max_memory is None else parse_bytes(max_memory, "max_memory")
+    if timed and clock is None and memory is not None:
+        raise PlanError(
+            "max_memory is for weights in files, and a call that reads them would be timed with the disk; give a "
+            "budget of bits or bytes, or a clock with the times of the machine that will run the model"
+        )
+    if callable(metric) and resume is not None:
+        raise PlanError("resume needs a metric with a name: a function cannot be compared with that of the first run")
+    with (
+        step("search", progress) as advance, torch.inference_mode(False), torch.no_grad(),
+        _folder(resume, memory) as folder, offload_to(folder),
+    ):  # fmt: skip
         plans = [plan(model, config, filter_fn, skip=skip) for config in configs]
         if for_ is not None:
             plans, configs = _readable(plans, configs, for_, candidates is None)
@@ -161,14 +190,20 @@ def search(
         rows = {name: [row for p in plans for row in p.active if row.name == name] for name in names}
         groups = _groups(names, for_, fused)
         check(merge(_known(rows, configs, took), groups)[0], limit, base)
-        solved = _solve(model, rows, recipe.solver, solving, advance)
-        table = _losses(model, rows, solved, _known(rows, configs, took), measuring, measure, advance)
+        every = replace(plans[0], rows=[row for p in plans for row in p.rows])
+        room = None if memory is None else room_beside(plans[0], recipe.solver, memory, _most(rows))
+        label = "loss" if callable(metric) else next(name for name, fn in losses.NAMED.items() if fn is measure)
+        how = f"{recipe}, {label}, held_out={held_out}"
+        kept = Measurements(None if resume is None else SearchJournal(resume, model, every, how, batches))
+        _solve(model, rows, recipe.solver, solving, kept, folder, room, advance)
+        sensitivities = Sensitivities(model, measuring, measure, folder, room)
+        _measure(sensitivities, rows, kept, advance)
+        table = _complete(_known(rows, configs, took), kept)
         chosen = allocate(table, limit, groups)
         nbytes, total, seconds = totals(table, chosen)
-        places = {name: rows[name][0].places for name in names}
-        put = {name: _runnable(rows[name][i], solved[name][i]) for name, i in chosen.items() if i < len(configs)}
-        expected = losses.references(model, measuring)
-        whole = _replaced(model, places, put, lambda: losses.mean_divergence(model, measuring, expected, measure))
+        solved = {name: kept.get(WEIGHTS, name)[i] for name, i in chosen.items() if i < len(configs)}
+        put = {name: _runnable(rows[name][chosen[name]], w) for name, w in solved.items()}
+        whole = sensitivities.whole({name: rows[name][0].places for name in put}, put)
     interaction = whole / total if total > 0 else 1.0
     uniform = [
         (_text(rows[names[0]][i]), 8 * sum(t[i].nbytes for t in table.values()) / base.numel,
@@ -176,11 +211,22 @@ def search(
         for i in range(len(configs))
     ]  # fmt: skip
     _LOG.info("search: %d weights, %.3f bits per weight", len(names), 8 * nbytes / base.numel)
-    label = "loss" if callable(metric) else next(name for name, fn in losses.NAMED.items() if fn is measure)
     return Search(
         config_of(table, chosen), total * interaction, interaction, 8 * nbytes / base.numel, nbytes, chosen, table,
         uniform, label, base, whole_seconds(base, seconds), groups,
     )  # fmt: skip
+
+
+@contextmanager
+def _folder(resume: str | Path | None, memory: int | None) -> Iterator[Path | None]:
+    """For what is kept in files; None: all is in memory."""
+    if resume is None and memory is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+    else:
+        if resume is not None:
+            os.makedirs(resume, exist_ok=True)
+        yield None if resume is None else Path(resume)
 
 
 def _readable(
@@ -248,6 +294,21 @@ def _known(rows: dict[str, list[PlanRow]], configs: list[AOBaseConfig], took: La
     return table
 
 
+def _complete(known: Table, kept: Measurements) -> Table:
+    """The options with what was solved and measured; the float option has no loss."""
+    table: Table = {}
+    for name, options in known.items():
+        found = zip(options, kept.get(WEIGHTS, name), kept.get(LOSSES, name), strict=False)
+        table[name] = [replace(option, nbytes=w.nbytes, loss=loss) for option, w, loss in found]
+        table[name] += options[len(table[name]) :]
+    return table
+
+
+def _most(rows: dict[str, list[PlanRow]]) -> int:
+    """Bytes of the weight with the most, under all candidates."""
+    return max((sum(map(_nbytes, some)) for some in rows.values()), default=0)
+
+
 def _nbytes(row: PlanRow) -> int:
     assert row.scheme is not None
     assert row.site is not None
@@ -255,17 +316,38 @@ def _nbytes(row: PlanRow) -> int:
 
 
 def _solve(
-    model: nn.Module, rows: dict[str, list[PlanRow]], solver: Any, batches: list[Any], advance: Callback
-) -> dict[str, list[AffineQuantizedTensor]]:
+    model: nn.Module, rows: dict[str, list[PlanRow]], solver: Any, batches: list[Any], kept: Measurements,
+    folder: Path | None, room: float | None, advance: Callback,
+) -> None:  # fmt: skip
     """Quantize each weight under each candidate, with the float model's inputs."""
-    solved: dict[str, list[AffineQuantizedTensor]] = {}
-    weights = {name: options[0] for name, options in rows.items()}
-    for names, seen in stages(model, weights, solver, batches, optional=False):
+    weights, known = {name: options[0] for name, options in rows.items()}, kept.names(WEIGHTS)
+    done = 0
+    for names, seen in stages(model, weights, solver, batches, spill=folder, known=known, max_ram=room, optional=False):
         for name in names:
-            found = [solve_in_model(model, row, solver, seen.get(name), batches).weight for row in rows[name]]
-            solved[name] = [w.to_layout(_packed(row)) for w, row in zip(found, rows[name], strict=True)]
-            advance(len(solved), len(rows), f"solving {name}")
-    return {name: solved[name] for name in rows}
+            if name not in known:
+                found = [solve_in_model(model, row, solver, seen.get(name), batches).weight for row in rows[name]]
+                kept.put(WEIGHTS, name, [w.to_layout(_packed(row)) for w, row in zip(found, rows[name], strict=True)])
+            done += 1
+            advance(done, len(rows), f"solving {name}")
+        del seen  # before those of the next block are collected
+
+
+def _measure(
+    sensitivities: Sensitivities, rows: dict[str, list[PlanRow]], kept: Measurements, advance: Callback
+) -> None:
+    """Measure the loss of the model with one weight replaced, for each weight and each option."""
+
+    def value(row: PlanRow, w: AffineQuantizedTensor) -> Callable[[], Tensor]:
+        return w.dequantize if _weight_only(row) else lambda: w.to_layout(row.layout)
+
+    known = kept.names(LOSSES)
+    trials = {
+        name: Trials(some[0].places, list(map(value, some, kept.get(WEIGHTS, name))))
+        for name, some in rows.items() if name not in known
+    }  # fmt: skip
+    for done, (name, found) in enumerate(sensitivities.each(trials), len(known) + 1):
+        kept.put(LOSSES, name, [max(loss, 0.0) for loss in found])
+        advance(done, len(rows), f"measuring {name}")
 
 
 def _text(row: PlanRow) -> str:
@@ -284,42 +366,8 @@ def _packed(row: PlanRow) -> str:
 
 def _runnable(row: PlanRow, w: AffineQuantizedTensor) -> AffineQuantizedTensor:
     """The weight itself, dequantized when called; in its kernel's layout if activations are quantized too."""
-    return w if _weight_only(row) else w.to_layout(row.layout)
+    return w if _weight_only(row) else offloaded(w.to_layout(row.layout))  # type: ignore[return-value]
 
 
 def _weight_only(row: PlanRow) -> bool:
     return row.scheme is not None and row.scheme.act is None
-
-
-def _losses(
-    model: nn.Module, rows: dict[str, list[PlanRow]], solved: dict[str, list[AffineQuantizedTensor]], known: Table,
-    batches: list[Any], measure: losses.Divergence, advance: Callback,
-) -> Table:  # fmt: skip
-    """Measure the loss of the model with one weight replaced, for each weight and each option."""
-    expected = losses.references(model, batches)
-    table: Table = {}
-    for name, options in rows.items():
-        table[name] = []
-        for row, w, option in zip(options, solved[name], known[name], strict=False):  # the float option has no loss
-            x = w.dequantize() if _weight_only(row) else _runnable(row, w)
-            loss = _replaced(
-                model, {name: row.places}, {name: x}, lambda: losses.mean_divergence(model, batches, expected, measure)
-            )
-            table[name].append(replace(option, nbytes=w.nbytes, loss=max(loss, 0.0)))
-        table[name] += known[name][len(options) :]
-        advance(len(table), len(rows), f"measuring {name}")
-    return table
-
-
-def _replaced(model: nn.Module, places: dict[str, Any], weights: dict[str, Tensor], run: Callable[[], float]) -> float:
-    """run() with some weights of the model replaced; restores them afterwards."""
-    before = {name: places[name][0].get() for name in weights}
-    try:
-        for name, w in weights.items():
-            for place in places[name]:
-                place.set(nn.Parameter(w, requires_grad=False))
-        return run()
-    finally:
-        for name, w in before.items():
-            for place in places[name]:
-                place.set(w)
