@@ -24,6 +24,7 @@ import tempfile
 import types
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 DEVNULL, PIPE = subprocess.DEVNULL, subprocess.PIPE
@@ -77,9 +78,17 @@ def start(
         # numpy's library starts threads when it is loaded, and a fork has only one of them
         others = {n: v for n, v in variables.items() if n not in SET_BY_US} | {"OPENBLAS_NUM_THREADS": "1"}
         server = _servers[key] = Server(modules, others)
-    ignored = [int(s) for s in signal.Signals if signal.getsignal(s) is signal.SIG_IGN]  # which survives exec
+    ignored = ignored_signals()
     request = {"arguments": words, "env": variables, "cwd": os.fspath(cwd or os.getcwd()), "ignored": ignored}
     return Process(server, request, stdin, stdout, stderr)
+
+
+def ignored_signals() -> list[int]:
+    """Those that a program started now would ignore: they survive exec. Libraries change what the kernel does, and
+    signal.getsignal says what Python has set."""
+    line = next(x for x in Path("/proc/self/status").read_text("utf-8").splitlines() if x.startswith("SigIgn:"))
+    mask = int(line.split()[1], 16)
+    return [int(s) for s in signal.Signals if mask >> (s - 1) & 1]
 
 
 def read_early(variables: Mapping[str, str], modules: tuple[str, ...]) -> dict[str, str]:

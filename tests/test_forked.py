@@ -1,5 +1,6 @@
 """Programs in forked processes (forked.py) get and give what they would as processes of the interpreter."""
 
+import ctypes
 import json
 import os
 import signal
@@ -27,6 +28,19 @@ print(json.dumps(seen))
 print("to stderr", file=sys.stderr)
 sys.exit(3)
 """
+
+
+def test_a_signal_that_a_library_has_reset_is_not_ignored() -> None:
+    before = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+    try:
+        assert int(signal.SIGQUIT) in forked.ignored_signals()
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+        libc.signal(signal.SIGQUIT, None)  # SIG_DFL
+        assert signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN
+        assert int(signal.SIGQUIT) not in forked.ignored_signals()
+    finally:
+        signal.signal(signal.SIGQUIT, before)
 
 
 @pytest.mark.parametrize("kind", ["-c", "-m", "file"])

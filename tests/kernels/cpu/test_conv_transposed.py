@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 import pennyweight as pw
 from pennyweight.core.formats import INT8, get_format
@@ -18,6 +19,7 @@ from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels import explain, get_kernel, table
 from pennyweight.kernels.activation import static_params
 from pennyweight.kernels.cpu import conv_transposed, library
+from pennyweight.kernels.graph_weight import flatten, key_of
 from pennyweight.kernels.repack import prepare
 from pennyweight.kernels.table import case_of, select
 
@@ -105,6 +107,42 @@ def test_values_and_memory_format(name: str, act: ActivationSpec | None, dtype: 
             assert y.stride() == transposed(given, w.dequantize(dtype), b, kwargs).stride() or y.numel() == 0
             unit = 4 * torch.finfo(dtype).eps if dtype is not torch.float32 else 2.0**-18
             assert bool(((y.double() - exact).abs() <= unit * most + 1e-30).all())
+
+
+@pytest.mark.parametrize("form", [PLAIN, LAST])
+@pytest.mark.parametrize("name", [name for name in [*CASES, *LINES] if name != "no batch"])
+def test_a_graph_has_it_as_one_op(name: str, form: torch.memory_format) -> None:
+    w, x, bias, kwargs = made(name)
+    if w.ndim == 4:
+        x = x.contiguous(memory_format=form)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: transposed(x, w, bias, kwargs), fullgraph=True, backend=aot_autograd(fw_compiler=keep)
+    )
+    with torch.no_grad():
+        y, eager = compiled(x), transposed(x, w, bias, kwargs)
+    assert torch.equal(y, eager)
+    assert y.stride() == eager.stride()
+    (graph,) = graphs
+    (node,) = (n for n in graph.graph.nodes if n.op == "call_function")
+    assert node.target is torch.ops.pennyweight.transposed_convolution.default
+    torch.library.opcheck(
+        node.target,
+        (x, flatten(w)[0], bias, *arguments(w.ndim - 2, kwargs), key_of(w)),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def arguments(n: int, kwargs: dict[str, Any]) -> Iterator[list[int]]:
+    for key, default in (("stride", 1), ("padding", 0), ("dilation", 1), ("output_padding", 0)):
+        value = kwargs.get(key, default)
+        yield [value] * n if isinstance(value, int) else list(value)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
