@@ -10,7 +10,7 @@ that of the imports, its time, and whether both files have the same bytes.
 
 --limit runs the second way in a control group of Linux that the kernel holds to so many bytes in all, pages of mapped
 files and the interpreter with its libraries included; it needs the right to make one. "killed" is then what the table
-says of a way that the kernel ended.
+says of a way that the kernel ended, and the peak that the kernel counted stands beside the child's own.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def watch():
     while not done:
         peak = max(peak, own())
         time.sleep(0.01)
-thread = threading.Thread(target=watch)
+thread = threading.Thread(target=watch, daemon=True)
 thread.start()
 start, processor = time.perf_counter(), time.process_time()
 if way == "in memory":
@@ -98,25 +98,28 @@ def write_model(folder: Path, hidden: int, depth: int) -> int:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=depth, num_key_value_heads=8,
+        hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=depth, num_key_value_heads=min(8, hidden // 64),
         num_attention_heads=hidden // 64, vocab_size=VOCABULARY, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     return sum(p.numel() for p in model.model.layers.parameters() if p.ndim > 1)
 
 
-def run_limited(command: list[str], limit: int | None, source: Path) -> subprocess.CompletedProcess[str]:
+def run_limited(command: list[str], limit: int | None, source: Path) -> tuple[subprocess.CompletedProcess[str], int]:
+    """The process, and the peak of its control group in bytes; 0 without a limit."""
     if limit is None:
-        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT), 0
     for file in source.iterdir():  # pages that are there already would be charged to this process
         with file.open("rb") as f:
             os.fsync(f.fileno())
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with control_group(limit) as group:
         enter = ["sh", "-c", f'echo $$ > "{group}/cgroup.procs" && exec "$@"', "sh", *command]
-        return subprocess.run(enter, capture_output=True, text=True, check=False, cwd=ROOT)
+        ended = subprocess.run(enter, stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
+        peaks = [group / name for name in ("memory.peak", "memory.max_usage_in_bytes")]
+        return ended, next((int(file.read_text()) for file in peaks if file.exists()), 0)
 
 
 def main() -> None:
@@ -137,6 +140,7 @@ def main() -> None:
         "float MB",
         "weights are",
         "peak MB",
+        "kernel's peak",
         "seconds",
         "processor s / 1e9 weights",
         "same bytes",
@@ -146,23 +150,24 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=o.folder) as scratch:
             src = Path(scratch) / "float"
             weights = write_model(src, o.hidden, depth)
-            size = (src / "model.safetensors").stat().st_size
+            size = sum(file.stat().st_size for file in src.glob("*.safetensors"))
             written: list[bytes] = []
             for way in o.ways.split(","):
                 dst = Path(scratch) / way.replace(" ", "-")
                 command = [sys.executable, "-c", CHILD, str(src), str(dst), way, o.algorithm, o.max_memory]
                 command += [str(LENGTH), str(o.sequences), str(VOCABULARY)]
-                run = run_limited(command, nbytes_of(o.limit) if o.limit and way == "in files" else None, src)
+                run, counted = run_limited(command, nbytes_of(o.limit) if o.limit and way == "in files" else None, src)
                 if run.returncode == -9:
-                    table.add_row(str(depth), f"{size / 1e6:.0f}", way, "killed", "", "", "")
+                    table.add_row(str(depth), f"{size / 1e6:.0f}", way, "killed", f"{counted / 1e6:.0f}", "", "", "")
                     continue
                 if run.returncode:
-                    sys.exit(run.stderr)
+                    sys.exit(f"{way}: the child ended with exit code {run.returncode}")
                 got = json.loads(run.stdout.splitlines()[-1])
                 written.append(b"".join(f.read_bytes() for f in sorted(dst.glob("*.safetensors"))))
                 same = "" if len(written) < 2 else str(written[0] == written[1])
                 table.add_row(
-                    str(depth), f"{size / 1e6:.0f}", way, f"{got['peak'] / 1e6:.0f}", f"{got['seconds']:.0f}",
+                    str(depth), f"{size / 1e6:.0f}", way, f"{got['peak'] / 1e6:.0f}",
+                    f"{counted / 1e6:.0f}" if counted else "", f"{got['seconds']:.0f}",
                     f"{got['processor'] / weights * 1e9:.0f}", same,
                 )  # fmt: skip
     Console().print(table)
