@@ -220,9 +220,7 @@ class CalibrationLoop:
         ids = {name: i for i, name in self.weights.items()}
         parameters = {id(p): p for p in self.model.parameters()}
         for (name, _), names in zip(segment.blocks, segment.sites, strict=True):
-            shapes = [
-                parameters[ids[n]].shape for n in names if ids[n] in parameters and n not in segment.repeated
-            ]
+            shapes = [parameters[ids[n]].shape for n in names if ids[n] in parameters and n not in segment.repeated]
             # The contracted axis is the last except in transposed linears; the larger of both is an upper bound
             widths = [(s[0] if len(s) == 3 else 1, max(s[1:]) if len(s) != 4 else s[1:].numel()) for s in shapes]
             with torch.device("meta"):
