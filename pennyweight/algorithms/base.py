@@ -75,6 +75,11 @@ class Solver(CheckedFields):
     def wants(self) -> tuple[str, ...]:
         return ()
 
+    @property
+    def copies(self) -> int:
+        """How many float32 arrays of the size of the rows that are solved at once are in memory, with room to spare."""
+        return 8
+
     def solve(self, task: Task) -> Solution:
         raise NotImplementedError
 

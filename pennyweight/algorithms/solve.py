@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.numerics import decibels, dequantize
+from ..core.numerics import Parts, decibels, dequantize
 from ..core.tensor import AffineQuantizedTensor, check_finite
 from ..distributed.dtensor import full_tensor
 from ..planning.plan import PlanRow
 from ..planning.scheme import Scheme
 from .base import ALGORITHMS, Solution, Solver, Task, as_matrix, flat_spec, unflatten
 from .calibration.loop import CalibrationLoop, CollectedStatistics, SharedWork
+from .solvers.block_search import CHUNK
 from .solvers.kmeans import learner
 from .solvers.rtn import Nearest, quantize_weight, static_parts
 from .sparsify import prune
@@ -89,25 +90,38 @@ def solve_weight(
         why = "its blocks are not contiguous along one axis" if spec is None else why
         return Solved(*quantize_weight(x, scheme, name, layout), note=f"rounded to nearest: {why}")
     matrix = as_matrix(x, unfolded).float()
-    solution = _solution(solver, Task(name, matrix, spec, scheme.rule, scheme.eps, seen.stats, seen.tokens))
-    values = dequantize(solution.parts, spec, matrix.shape)
-    sqnr = decibels(float(matrix.double().square().sum()), float((values - matrix).double().square().sum()))
+    solution, sqnr = _solution(solver, Task(name, matrix, spec, scheme.rule, scheme.eps, seen.stats, seen.tokens))
     parts = unflatten(solution.parts, scheme.weight, x.shape)._replace(**static_parts(scheme, x.device))
     w = AffineQuantizedTensor(parts, scheme.weight.with_(layout="plain"), x.shape, x.dtype, scheme.act)
     gain = solution.error / solution.nearest if solution.error is not None and solution.nearest else None
     return Solved(w.to_layout(layout), sqnr, gain, "; ".join(filter(None, (note, solution.note))))
 
 
-def _solution(solver: Solver, task: Task) -> Solution:
-    """The solver's solution; round-to-nearest if its linear algebra fails or the result is not finite."""
+def _solution(solver: Solver, task: Task) -> tuple[Solution, float]:
+    """The solver's solution and its SQNR in dB. Round-to-nearest if its linear algebra fails or it is not finite."""
     try:
         solution = solver.solve(task)
-        if bool(dequantize(solution.parts, task.spec, task.weight.shape).isfinite().all()):
-            return solution
+        signal, noise = _signal_and_noise(solution.parts, task)
+        if math.isfinite(noise):
+            return solution, decibels(signal, noise)
         why = "the solution is not finite"
     except torch.linalg.LinAlgError as error:
         why = str(error).splitlines()[0]
-    return Nearest().solve(task)._replace(note=f"rounded to nearest: {why}")
+    solution = Nearest().solve(task)._replace(note=f"rounded to nearest: {why}")
+    return solution, decibels(*_signal_and_noise(solution.parts, task))
+
+
+def _signal_and_noise(parts: Parts, task: Task) -> tuple[float, float]:
+    """Sums of the squares of a weight and of what it loses, in float64; some rows at a time if they share no part."""
+    (n, k), signal, noise = task.weight.shape, 0.0, 0.0
+    step = max(1, CHUNK // max(1, k)) if task.spec.rows_independent(task.weight.shape) else max(1, n)
+    for begin in range(0, n, step):
+        rows = slice(begin, begin + step)
+        w = task.weight[rows].double()
+        values = dequantize(parts if step >= n else parts.map(lambda p, rows=rows: p[rows]), task.spec, w.shape)
+        signal += float(w.square().sum())
+        noise += float((values - w).square().sum())
+    return signal, noise
 
 
 def stages(

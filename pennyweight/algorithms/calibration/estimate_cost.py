@@ -19,6 +19,7 @@ from ...planning.run_batch import token_mask
 from ..base import Solver
 from ..recipe import Recipe
 from ..solve import solve_weight
+from ..solvers.block_search import CHUNK
 from ..solvers.gptq import FLOAT64_INPUTS
 from ..tied_weights import RATIO_BATCHES
 from .activation_cache import ActivationCache, capture_block_inputs
@@ -29,8 +30,6 @@ from .statistics import STATISTICS, State
 
 SECONDS = 20.0  # for trial solutions
 ROWS = 256  # of the random inputs whose statistics a trial solution gets
-# Copies of a weight in float32 that are held at once, with room to spare: values, inverse order, errors, codes
-COPIES = 8
 PROCESSES = (2, 4)  # a report gives the time of as many, too
 
 
@@ -87,15 +86,20 @@ class CalibrationCost:
 
 
 def solving_bytes(todo: Plan, solver: Solver) -> int:
-    """Bytes that a planned weight takes at most while it is solved: copies of it, and the two matrices of its inputs
-    squared that factoring a Hessian takes."""
+    """Bytes that a planned weight takes at most while it is solved: the weight in float32 and its codes, copies of the
+    rows that are solved at once, and what factoring a Hessian takes."""
 
     def needed(row: PlanRow) -> int:
-        shape, flip = row.shape, row.site is not None and row.site.transposed
-        width = (
-            (math.prod(shape[1:]) if len(shape) > 3 else shape[-2 if flip else -1]) if "hessian" in solver.needs else 0
-        )
-        return 4 * COPIES * math.prod(shape) + 2 * (8 if width <= FLOAT64_INPUTS else 4) * width**2
+        assert row.scheme is not None
+        shape = row.shape
+        if row.site is not None and row.site.transposed:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        elements, width = math.prod(shape), math.prod(shape[1:]) if len(shape) > 3 else shape[-1]
+        in_chunks = len(shape) == 2 and row.scheme.weight.rows_independent(shape)
+        of_rows = 4 * solver.copies * (min(elements, max(CHUNK, width)) if in_chunks else elements)
+        # the factor while it is computed, and in float32
+        factor = (12 if width <= FLOAT64_INPUTS else 8) * width**2 if "hessian" in solver.needs else 0
+        return 7 * elements + of_rows + factor
 
     return max((needed(row) for row in todo.active if len(row.shape) > 1), default=0)
 

@@ -3,6 +3,7 @@ their shared search, which "hqq" uses too."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ from .kquant_search import search_kquant, stack_rows
 from .qparam_grid import grid_candidates, range_shares
 from .rtn import Nearest
 
-_CHUNK = 1 << 23  # elements per chunk: the search needs about six arrays of that size
+CHUNK = 1 << 22  # elements per chunk: solvers need some arrays of that size
 
 # Map the block's largest element below the largest value: in e2m1 to 4 instead of 6 (Cook et al. 2025, "Four over
 # six"); 2.0 is one step of power-of-two scales
@@ -127,12 +128,20 @@ class BlockSearch:
 def solve_in_chunks(task: Task, solve: Callable[[Task, slice], Solution]) -> Solution:
     """Call solve(task of some rows, their slice) chunk by chunk if rows are independent; else once for all rows."""
     n, k = task.weight.shape
-    step = max(1, _CHUNK // max(1, k))
+    step = max(1, CHUNK // max(1, k))
     if n <= step or not task.spec.rows_independent(task.weight.shape):
         return solve(task, slice(0, n))
     runs = [slice(start, min(start + step, n)) for start in range(0, n, step)]
-    found = [solve(replace(task, weight=task.weight[rows]), rows) for rows in runs]
-    return Solution(stack_rows([s.parts for s in found]), note=next((s.note for s in found if s.note), ""))
+    return stack_solutions([solve(replace(task, weight=task.weight[rows]), rows) for rows in runs])
+
+
+def stack_solutions(found: list[Solution]) -> Solution:
+    """One solution of those of consecutive rows."""
+    error, nearest = (
+        None if None in some else math.fsum(some)  # type: ignore[arg-type]
+        for some in ([s.error for s in found], [s.nearest for s in found])
+    )
+    return Solution(stack_rows([s.parts for s in found]), error, nearest, next((s.note for s in found if s.note), ""))
 
 
 def _rows(which: Tensor, a: Parts, b: Parts) -> Parts:

@@ -19,11 +19,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.numerics import Parts, dequantize
+from ...core.numerics import dequantize
 from ...kernels.cpu.library import usable
 from ...kernels.cpu.matrix_view import threads_for
 from ...kernels.native.convert import gptq_block
 from ..base import Solution, Solver, Task, register
+from .block_search import solve_in_chunks, stack_solutions
 from .qparam_grid import SHRINKS, QParamGrid, grid_candidates, make_grid
 from .refinement import BestCandidate, refit_and_descend, subtract_outer
 from .rtn import Nearest, nearest_parts, output_error, total_error
@@ -34,6 +35,7 @@ from .rtn import Nearest, nearest_parts, output_error, total_error
 # one matrix product per block
 COLUMNS_PER_BLOCK = 128
 FLOAT64_INPUTS = 8192  # inputs up to which factors are in float64
+_PANEL = 512  # rows or columns of a large matrix that are worked on at once
 
 
 class CholeskyFactor(NamedTuple):
@@ -73,19 +75,44 @@ def inverse_cholesky(hessian: Tensor, damping: float, activation_order: bool) ->
     )
     dtype = torch.float64 if k <= FLOAT64_INPUTS else torch.float32
     backwards = order.flip(0)
+    panels = [slice(begin, min(begin + _PANEL, k)) for begin in range(0, k, _PANEL)]
     while damping <= 1.0:
-        # These matrices dominate the memory of a layer, so each is released as soon as possible
-        h = hessian[backwards].index_select(1, backwards).to(dtype)
+        # Such matrices dominate the memory of a layer: one is worked on in place, by panels
+        h = torch.empty(k, k, dtype=dtype, device=hessian.device)
+        for rows in panels:
+            h[rows] = hessian[backwards[rows]].index_select(1, backwards)
         h.diagonal().add_(damping * mean)
         least = 4 * torch.finfo(dtype).eps * h.diagonal()
-        h, info = torch.linalg.cholesky_ex(h)
-        if not info and bool((h.diagonal().square() > least).all()):  # smaller pivots are rounding errors
+        if cholesky_in_place(h) and bool((h.diagonal().square() > least).all()):  # smaller pivots are rounding errors
             invert_triangle(h)
-            upper = h.float().flip(0, 1)
+            upper = torch.empty(k, k, dtype=torch.float32, device=hessian.device)
+            for rows in panels:
+                upper[rows] = h[k - rows.stop : k - rows.start].flip(0, 1)
             if bool(upper.isfinite().all()):
                 return CholeskyFactor(upper, order, damping)
         damping = max(10 * damping, 1e-4)
     return None
+
+
+def cholesky_in_place(h: Tensor) -> bool:
+    """Replace a symmetric matrix [K, K] by its lower Cholesky factor, by panels of columns; False if a pivot is not
+    positive. LAPACK's function needs a second matrix for the result."""
+    k = h.shape[0]
+    for begin in range(0, k, _PANEL):
+        end = min(begin + _PANEL, k)
+        corner, info = torch.linalg.cholesky_ex(h[begin:end, begin:end])
+        if info:
+            return False
+        h[begin:end, begin:end] = corner
+        h[begin:end, end:] = 0
+        if end == k:
+            break
+        below = torch.linalg.solve_triangular(corner.mT, h[end:, begin:end], upper=True, left=False)
+        h[end:, begin:end] = below
+        for first in range(end, k, _PANEL):  # what is left, on and below the diagonal
+            last = min(first + _PANEL, k)
+            h[first:, first:last].addmm_(below[first - end :], below[first - end : last - end].t(), alpha=-1)
+    return True
 
 
 def invert_triangle(lower: Tensor) -> None:
@@ -177,15 +204,15 @@ def undamped_error(damped: Tensor, difference: Tensor, hessian: Tensor, extra: f
 def asymmetric_target(weight: Tensor, drift: Tensor, f: CholeskyFactor, share: float) -> Tensor:
     """W + share W E[(x_float - x) x^T] H^-1, with the damped H: the target of GPTAQ (Li et al. 2025) in closed form. At
     share 1 and without damping this is the least-squares fit to W x_float on the calibration inputs."""
-    upper = f.upper.double()
-    shift = (weight.double() @ drift.double()).index_select(1, f.order)  # then (shift U^T) U; half of U is zero
-    k = shift.shape[1]
-    steps = [(begin, min(begin + 512, k)) for begin in range(0, k, 512)]
-    for begin, end in steps:  # column j of U^T has inputs from j on, which are not replaced yet
-        shift[:, begin:end] = shift[:, begin:] @ upper[begin:end, begin:].t()
-    for begin, end in reversed(steps):
-        shift[:, begin:end] = shift[:, :end] @ upper[:end, begin:end]
-    return (weight.double() + share * shift.index_select(1, torch.argsort(f.order))).float()
+    k, upper = weight.shape[1], f.upper
+    panels = [(begin, min(begin + _PANEL, k)) for begin in range(0, k, _PANEL)]  # no float64 copy of a whole matrix
+    shift = (weight @ drift).index_select(1, f.order).double()
+    # (shift U^T) U in place: half of U is zero, so that each panel needs only those that are not replaced yet
+    for begin, end in panels:
+        shift[:, begin:end] = shift[:, begin:] @ upper[begin:end, begin:].double().t()
+    for begin, end in reversed(panels):
+        shift[:, begin:end] = shift[:, :end] @ upper[:end, begin:end].double()
+    return shift.index_select(1, torch.argsort(f.order)).mul_(share).add_(weight).float()
 
 
 # -- solvers -----------------------------------------------------------------------------------------------------------
@@ -215,8 +242,9 @@ class GPTQ(Solver):
     keep_zeros  weights that are exactly 0 (see :func:`sparsify_`) do not compensate for errors; they become the
                 representable value nearest to 0
 
-    Cost: O(N K^2 + K^3) per layer, N K^2 more for each further grid. On the calibration inputs no row's output is
-    further from its target (the weight's own output if asymmetric is 0) than with round-to-nearest.
+    Cost: O(N K^2 + K^3) per layer, N K^2 more for each further grid; large weights are solved some rows at a time. On
+    the calibration inputs no row's output is further from its target (the weight's own output if asymmetric is 0) than
+    with round-to-nearest.
     """
 
     damping: float | None = 0.01
@@ -242,6 +270,10 @@ class GPTQ(Solver):
     @property
     def wants(self) -> tuple[str, ...]:
         return ("drift",) if self.asymmetric else ()
+
+    @property
+    def copies(self) -> int:
+        return 22 if self.sweeps or len(self.grids) > 1 else 15 if self.asymmetric else 11
 
     def damping_of(self, inputs: int, tokens: int) -> float:
         """The initial damping. With fewer tokens than inputs, H is singular: errors in unseen directions seem to cost
@@ -271,18 +303,21 @@ class GPTQ(Solver):
         for g, rows in enumerate(task.weight.chunk(hessians.shape[0])):
             part = Task(task.name, rows, task.spec, task.rule, task.eps, tokens=task.tokens)
             solved.append(self._solve(part, hessians[g], None if drifts is None else drifts[g]))
-        parts = Parts(*(None if p[0] is None else torch.cat(p) for p in zip(*(s.parts for s in solved), strict=True)))
-        note = next((s.note for s in solved if s.note), "")
-        return Solution(parts, sum(s.error or 0.0 for s in solved), sum(s.nearest or 0.0 for s in solved), note)
+        return stack_solutions(solved)
 
     def _solve(self, task: Task, hessian: Tensor, drift: Tensor | None) -> Solution:
         """A matrix whose rows have the same inputs: hessian and drift [K, K]."""
+        damping = self.damping_of(hessian.shape[0], task.tokens)
+        f = inverse_cholesky(hessian, damping, self.activation_order)
+        return solve_in_chunks(task, lambda part, _: self._solve_rows(part, hessian, drift, f, damping))
+
+    def _solve_rows(
+        self, task: Task, hessian: Tensor, drift: Tensor | None, f: CholeskyFactor | None, damping: float
+    ) -> Solution:
         (n, k), shape, h = task.weight.shape, task.weight.shape, hessian.unsqueeze(0)
         rounded, rounded_values = nearest_parts(task)
         of_nearest = output_error((rounded_values - task.weight).double(), h)
         nearest = max(0.0, float(of_nearest.sum()))
-        damping = self.damping_of(k, task.tokens)
-        f = inverse_cholesky(hessian, damping, self.activation_order)
         if f is None:
             why = "inputs are all zero" if not hessian.any() else "the Hessian is not positive definite at any damping"
             return Solution(rounded, nearest, nearest, f"rounded to nearest: {why}")

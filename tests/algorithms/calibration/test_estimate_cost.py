@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import pennyweight as pw
-from pennyweight.algorithms.calibration.estimate_cost import COPIES, CalibrationCost
+from pennyweight.algorithms import ALGORITHMS
+from pennyweight.algorithms.calibration.estimate_cost import CalibrationCost
 from pennyweight.planning.config_resolution import PlanError
 from pennyweight.planning.quantize_report import duration, size
 from tests.algorithms.models import padded_tokens, small_llama
@@ -43,8 +44,8 @@ def test_layers_of_every_kind(algorithm: str) -> None:
     assert time.startswith("calibration with 96 tokens: about ")  # 2 images of 4 x 4 positions, three times
     assert "processes" not in time
     statistics = {"gptq": 4 * (2 * 18**2 + 6**2), "auto": 4 * (2 * 18**2 + 6**2), "imatrix": 4 * (2 * 18 + 6)}
-    needed = statistics.get(algorithm, 0) + 4 * COPIES * 6 * 4 * 3 * 3
-    needed += 2 * 8 * 36**2 if algorithm in ("gptq", "auto") else 0  # Hessians are factored in float64
+    needed = statistics.get(algorithm, 0) + (7 + 4 * ALGORITHMS[algorithm]().copies) * 6 * 4 * 3 * 3
+    needed += 12 * 36**2 if algorithm in ("gptq", "auto") else 0  # Hessians are factored in float64
     assert memory == f"memory beside the model: about {size(needed)}, with 0 B of hidden states"
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
