@@ -150,8 +150,8 @@ def quantize(
             "--max-memory to an algorithm without --budget: its processes share the weights of each block"
         )
 
+    from ..distributed.rank_group import RankGroup
     from ..io import local_path, quantize_checkpoint
-    from ..io.resumable_write import RankGroup
     from .inspect import contents
     from .model_card import write_card
 

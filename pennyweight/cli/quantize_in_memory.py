@@ -34,10 +34,10 @@ def write_calibrated(
     or folders, PlanError, CheckpointError, OSError; out_dir is then unchanged except for the state to resume from.
     """
     from ..algorithms import search
+    from ..distributed.rank_group import RankGroup
     from ..io.calibrated_streaming import kept_state, quantize_mapped, write_folder
     from ..io.config_files import is_tied, quantization_config
     from ..io.meta_model import load_tokenizer
-    from ..io.resumable_write import RankGroup
     from ..planning.configs.files import write_config
     from ..quantize import quantize_
     from ..report.evaluation_inputs import load_folder, read_texts, text_batches

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...core.tensor import AffineQuantizedTensor
+from ...distributed.rank_group import RankGroup
 from ...planning.config_resolution import PlanError
 from ...planning.plan import Plan
 
@@ -98,6 +99,41 @@ class Journal:
         _write(self.folder / name, lambda to: self.write_file(to, self.fresh))
         self.fresh = {}
         return name
+
+
+class SharedJournal(Journal):
+    """A journal of results that are mapped from their files, written by one process or by several ranks that see the
+    folder. Every rank makes it and calls :meth:`flush` in the same order; an error of one is raised on all."""
+
+    def __init__(self, *of: Any, team: RankGroup | None = None) -> None:
+        self.team, self.written = team or RankGroup(), []  # type: ignore[var-annotated]
+        super().__init__(*of)
+
+    def claim(self, key: dict[str, Any]) -> None:
+        self.team.first(lambda: super(SharedJournal, self).claim(key))
+        self.team.step(lambda: super(SharedJournal, self).claim(key))
+
+    def found(self) -> list[str]:
+        return self.team.first(lambda: super(SharedJournal, self).found())  # type: ignore[no-any-return]
+
+    def write(self) -> None:
+        """Write a file of what was added since the last one; other ranks get it with :meth:`flush`."""
+        name = self.write_fresh(f"-{self.team.rank}" if self.team.size > 1 else "")
+        if name:
+            self.written.append(name)
+            self.files += 1
+
+    def flush(self) -> None:
+        """Write what was added since the last file, and map what all ranks have written since the last flush."""
+
+        def write() -> list[str]:
+            self.write()
+            names, self.written = self.written, []
+            return names
+
+        for names in self.team.step(write):
+            for name in names:
+                self.done |= self.read_file(self.folder / name)
 
 
 def _write(path: Path, write: Any) -> None:

@@ -3,6 +3,7 @@ before it."""
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ...distributed import all_reduce
+from ...distributed.rank_group import RankGroup
 from ...planning.config_resolution import PlanError
+from ...planning.plan import PlanRow
 from ...planning.quantize_report import nbytes_of, size
 from ...planning.run_batch import token_mask
 from ...support.progress import step
@@ -62,6 +65,14 @@ class SharedWork:
     cost: Mapping[str, float] = field(default_factory=dict)
     together: Set[str] = frozenset()
     wait: Callable[[], object] = lambda: None
+
+    @classmethod
+    def of(cls, team: RankGroup, rows: Sequence[PlanRow]) -> SharedWork:
+        """That of planned weights. A solve costs rows times columns squared; a table that is looked up too is compared
+        with the model as it is then."""
+        cost = {row.name: float(math.prod(row.shape)) * max(row.shape) for row in rows}
+        tables = frozenset(row.name for row in rows if "embedding" in row.ops and len(row.ops) > 1)
+        return cls(team.rank, team.size, cost, tables, lambda: team.step(lambda: None))
 
     def batches(self, count: int) -> range:
         """Indices of the batches whose hidden states this rank computes."""
