@@ -56,11 +56,12 @@ def write_calibrated(
         if chosen is None:
             found = search(
                 model, batches or [], budget[0], skip=skip, example=_example(model, batches or [], budget[1]),
-                progress=progress, for_=engine, resume=state, max_memory=max_memory or None,
+                progress=progress, for_=engine, resume=state, max_memory=max_memory or None, ranks=ranks,
             )  # fmt: skip
-            typer.echo(str(found), err=True)
-            if save_config:
-                write_config(found.config, save_config)
+            if team.rank == 0:
+                typer.echo(str(found), err=True)
+                if save_config:
+                    write_config(found.config, save_config)
             chosen, left_out = found.config, ()
         how: dict[str, Any] = {
             "skip": left_out, "calibration": batches, "algorithm": algorithm, "on_indivisible": on_indivisible,

@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ..support.errors import CheckpointError
+
+SECONDS = 1.0
+
+
+class _Process(NamedTuple):
+    """machine: one whose process numbers are comparable. started: numbers are used again."""
+
+    machine: tuple[str, str]
+    number: str
+    started: str
+
+
+@cache
+def _machine() -> tuple[str, str]:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")
+
+
+def _process(number: str) -> _Process | None:
+    """A process of this machine by its number, or "self"; None if it has ended, or on systems without /proc."""
+    try:
+        stat = Path(f"/proc/{number}/stat").read_text()
+        fields = stat.rpartition(")")[2].split()
+        ended = fields[0] in ("Z", "X")  # its parent has not asked for its status yet
+        return None if ended else _Process(_machine(), stat.partition(" ")[0], fields[19])
+    except OSError:
+        return None
 
 
 class RankGroup:
@@ -26,6 +56,7 @@ class RankGroup:
         self.folder, self.stopped = folder, False
         self.size = dist.get_world_size() if together else 1
         self.rank = dist.get_rank() if together else 0
+        self.processes: list[_Process | None] = []  # of the ranks, as of the last step
 
     def step(self, work: Callable[[], Any]) -> list[Any]:
         """Run ``work`` on each rank; returns the results of all ranks.
@@ -44,22 +75,34 @@ class RankGroup:
             failed, result = error, (None, f"{type(error).__name__}: {error}")
         results: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(results, result)
+            dist.all_gather_object(results, (*result, _process("self")))
         except RuntimeError as error:
             if failed is not None:
                 raise failed from None
             raise CheckpointError(
                 self.folder, None,
-                f"rank {self.rank} lost another rank ({str(error).splitlines()[0][:120]}); nothing was put in place, "
-                "finished files stay; rerun the same command to resume",
+                f"rank {self.rank} lost {self._lost()} ({str(error).splitlines()[0][:120]}); nothing was put in "
+                "place, finished files stay; rerun the same command to resume",
             ) from error  # fmt: skip
         if failed is not None:
             raise failed
-        for rank, (_, error_) in enumerate(results):
+        for rank, (_, error_, _) in enumerate(results):
             if error_ is not None:
                 raise CheckpointError(self.folder, None, f"rank {rank} failed: {error_}")
-        self.stopped = False
-        return [value for value, _ in results]
+        self.stopped, self.processes = False, [process for *_, process in results]
+        return [value for value, *_ in results]
+
+    def _lost(self) -> str:
+        """The ranks on this machine that have ended, after at most SECONDS: the connection ends before the process."""
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            known = [(rank, process) for rank, process in enumerate(self.processes) if process is not None]
+            here = [(rank, process) for rank, process in known if process.machine == _machine()]
+            gone = [str(rank) for rank, process in here if _process(process.number) != process]
+            if gone:
+                return f"rank {', '.join(gone)}"
+            time.sleep(0.01)
+        return "another rank"
 
     def first(self, work: Callable[[], Any]) -> Any:
         """Run ``work`` on rank 0 only; returns its result on every rank."""

@@ -95,26 +95,26 @@ def test_a_budget_for_weights_that_stay_in_files(
     assert not out.exists()
     measured: list[str] = []
     module = import_module("pennyweight.algorithms.mixed_precision.sensitivity")
-    measure = module._Chain.measure
+    measure = module.Chain.measure
 
-    def measuring(self: Any, b: int, trials: Any, until: int) -> Any:
+    def measuring(self: Any, b: int, values: Any, until: int) -> Any:
         if len(measured) == until:
             raise KeyboardInterrupt
-        measured.extend(trials)
-        return measure(self, b, trials)
+        measured.extend(dict.fromkeys(value.name for value in values))
+        return measure(self, b, values)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module._Chain, "measure", lambda *a: measuring(*a, until=7))
+        patch.setattr(module.Chain, "measure", lambda *a: measuring(*a, until=7))
         stopped = run("quantize", writer, out, *arguments, *low)
     assert stopped.exit_code == 130
     assert "run the same command again to resume" in stopped.stderr
     with pytest.MonkeyPatch.context() as patch:  # the search goes on, and the second run stops later
-        patch.setattr(module._Chain, "measure", lambda *a: measuring(*a, until=-1))
+        patch.setattr(module.Chain, "measure", lambda *a: measuring(*a, until=-1))
         solving(patch, until=3)
         assert run("quantize", writer, out, *arguments, *low).exit_code == 130
     assert len(measured) == len(set(measured))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module._Chain, "measure", None)
+        patch.setattr(module.Chain, "measure", None)
         result = run("quantize", writer, out, *arguments, *low)
     assert result.exit_code == 0, result.stderr
     assert snapshot(out) == snapshot(tmp_path / "whole")
@@ -130,7 +130,7 @@ def test_a_budget_of_time(run: Any, writer: Path, text: Path, tmp_path: Path, mo
     def layer(row: Any, w: Any, rows: tuple[int, ...], limit: Any) -> tuple[Latency, ...]:
         return tuple(Latency(m, 20_000.0, 20_000.0 / (16 - w.spec.format.bits)) for m in rows)
 
-    module = import_module("pennyweight.algorithms.mixed_precision.search")  # its name in the package is the function's
+    module = import_module("pennyweight.algorithms.mixed_precision.candidates")
     monkeypatch.setattr(module, "CallTimer", lambda: CallTimer(call, layer))
     for name in ("CANDIDATES", "FASTEST"):
         monkeypatch.setattr(module, name, getattr(module, name)[2:3])

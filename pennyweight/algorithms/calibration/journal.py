@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,14 @@ from ...core.tensor import AffineQuantizedTensor
 from ...distributed.rank_group import RankGroup
 from ...planning.config_resolution import PlanError
 from ...planning.plan import Plan
+from .activation_cache import SHARED_STATES, STATES
+from .disk_offload import MAPPED
 
 _LOG = logging.getLogger(__name__)
 KEY = "calibration.json"
 PREFIX, DIGITS = "solved-", 5  # of a file of finished weights, and of its number
+PART = ".part"  # the ending of one that is being written
+TEMPORARY = (STATES, SHARED_STATES, MAPPED)
 
 
 class Journal:
@@ -136,8 +141,15 @@ class SharedJournal(Journal):
                 self.done |= self.read_file(self.folder / name)
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a killed run has left in its folder and cannot use: hidden states and unfinished files."""
+    for entry in folder.iterdir():
+        if entry.name.startswith(TEMPORARY) or (entry.name.startswith(PREFIX) and entry.suffix == PART):
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
 def _write(path: Path, write: Any) -> None:
-    part = path.with_name(f"{path.name}.part")
+    part = path.with_name(f"{path.name}{PART}")
     write(part)
     with part.open("rb+") as f:
         os.fsync(f.fileno())

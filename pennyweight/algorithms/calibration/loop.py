@@ -21,7 +21,15 @@ from ...planning.plan import PlanRow
 from ...planning.quantize_report import nbytes_of, size
 from ...planning.run_batch import token_mask
 from ...support.progress import step
-from .activation_cache import ActivationCache, Rest, advance_block, capture_block_inputs, run_block
+from .activation_cache import (
+    SHARED_STATES,
+    STATES,
+    ActivationCache,
+    Rest,
+    advance_block,
+    capture_block_inputs,
+    run_block,
+)
 from .batches import Batches, held_out
 from .block_order import CalibrationSegment, calibration_segments, inference_mode
 from .float32_products import run_batch
@@ -155,7 +163,7 @@ class CalibrationLoop:
 
     def _chain(self, segment: CalibrationSegment) -> Iterator[Stage]:
         several, count = self.share.size > 1, range(len(self.batches))
-        with tempfile.TemporaryDirectory(dir=self.spill) as folder:
+        with tempfile.TemporaryDirectory(dir=self.spill, prefix=STATES) as folder:
             place = None if self.spill is None else Path(folder)
             own = self.share.batches(len(self.batches))
             hidden = ActivationCache(
@@ -187,7 +195,7 @@ class CalibrationLoop:
     def _shared_folder(self, segment: CalibrationSegment) -> Path:
         """For hidden states that ranks read from each other."""
         assert self.spill is not None
-        folder = Path(self.spill) / f"hidden-{segment.blocks[0][0]}"
+        folder = Path(self.spill) / f"{SHARED_STATES}{segment.blocks[0][0]}"
         folder.mkdir(exist_ok=True)
         return folder
 
