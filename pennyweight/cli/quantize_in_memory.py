@@ -34,6 +34,7 @@ def write_calibrated(
     or folders, PlanError, CheckpointError, OSError; out_dir is then unchanged except for the state to resume from.
     """
     from ..algorithms import search
+    from ..algorithms.mixed_precision.forecast import forecast
     from ..distributed.rank_group import RankGroup
     from ..io.calibrated_streaming import kept_state, quantize_mapped, write_folder
     from ..io.config_files import is_tied, quantization_config
@@ -53,7 +54,14 @@ def write_calibrated(
     team = RankGroup(out_dir, ranks)
     with team.share_errors(), kept_state(out_dir, None if dry_run else resume, team) as state:
         chosen, left_out = config, skip
-        if chosen is None:
+        notes: list[str] = []
+        if chosen is None and dry_run:
+            cost, chosen, note = forecast(
+                model, batches or [], budget[0], max_memory or None, skip=skip,
+                example=_example(model, batches or [], budget[1]), for_=engine,
+            )  # fmt: skip
+            notes = [note, *cost.notes(in_files=bool(max_memory))]
+        elif chosen is None:
             found = search(
                 model, batches or [], budget[0], skip=skip, example=_example(model, batches or [], budget[1]),
                 progress=progress, for_=engine, resume=state, max_memory=max_memory or None, ranks=ranks,
@@ -71,6 +79,7 @@ def write_calibrated(
             report = quantize_mapped(model, chosen, state, max_memory, team=team, **how)
         else:
             report = quantize_(model, chosen, resume=state, **how)
+        report.notes[:0] = notes
         if not dry_run:
             method, card = quantization_config(chosen, skip or None), finish and partial(finish, report=report)
             write = partial(write_folder, model, model_dir, out_dir, method, max_shard_bytes, tied=tied, finish=card)

@@ -31,6 +31,7 @@ from ..calibration.block_order import (
     inference_mode,
     same_values,
 )
+from ..calibration.estimate_cost import seconds_of
 from ..calibration.float32_products import run_batch
 from ..tuners import losses
 
@@ -178,6 +179,23 @@ class Chain:
                 out = losses.compared_tensor(self._output(i, states.pop((v, i))))
                 totals[v] += float(of.measure(of.expected[i], out, of.batches[i]))
         return [total / len(count) for total in totals]
+
+    def seconds(self) -> list[float]:
+        """Of each block: the time of a trial of one of its weights on the first batch, from the block on."""
+        device, x, took = self.hidden.get(0).device, self.hidden.get(0), []
+
+        def run(block: nn.Module, b: int) -> None:
+            nonlocal x
+            x = run_block(block, x, self.rest(0, b))
+
+        def compare() -> None:
+            out = losses.compared_tensor(self._output(0, x))
+            float(self.of.measure(self.of.expected[0], out, self.of.batches[0]))
+
+        for b, block in enumerate(self.blocks):
+            took.append(seconds_of(partial(run, block, b), device))
+        end = seconds_of(compare, device)
+        return [sum(took[b:]) + end for b in range(len(took))]
 
     def _output(self, i: int, x: Tensor, calls: list[Any] | None = None) -> Any:
         """The model's output for a batch if the last block returns x. calls: filled with the blocks' arguments."""
