@@ -215,6 +215,39 @@ def offset_terms(
     return down, offset * down - scale * depth, torch.where(scale == 0, torch.inf, scale)
 
 
+class RoundingTerms(NamedTuple):
+    """What rounding float32 numbers to an integer format needs of parameters as stored, in float32:
+
+    code = clamp(round((x factor - least) / divisor) + zero_point + shift, lo, hi)      without offsets round(x factor)
+    value = (code - mid - zero_point) scale + offset
+    """
+
+    factor: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    least: Tensor | None
+    divisor: Tensor | None
+    offset: Tensor | None
+    shift: float
+    lo: float
+    hi: float
+    mid: float
+
+
+def rounding_terms(spec: QuantSpec, p: Params) -> RoundingTerms | None:
+    """The terms of :func:`encode` and :func:`stored_value`; None for formats that are not rounded with them."""
+    f, mid = spec.format, spec.mid
+    if f.kind != "int" or p.scale is None or p.scale.dtype is torch.float64:
+        return None
+    zero_point = None if p.zero_point is None else p.zero_point.float()
+    if p.offset is None:
+        factor, least, divisor, offset, shift = reciprocal(p.scale), None, None, None, mid
+    else:
+        factor, least, divisor = offset_terms(torch.float32, p.scale, p.offset, mid - f.lo, f.hi - f.lo)
+        least, divisor, offset, shift = least.float(), divisor.float(), p.offset.float(), f.lo
+    return RoundingTerms(factor.float(), p.scale.float(), zero_point, least, divisor, offset, shift, f.lo, f.hi, mid)
+
+
 def scaled_values(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
     """x in code units before rounding: (x - offset) / scale + zero_point + mid, of a block view."""
     x = view if view.dtype is torch.float64 else view.float()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .numerics import Parts, permute_last_axis, unpermute_last_axis
+from .qparams import Params
 from .spec import QuantSpec
 from .tracing import in_memory
 
@@ -34,11 +35,14 @@ class QuantizeBackend:
                 stored order
     quantize    (x, spec, rule, eps) -> QuantizeResult
     finite      (x) -> whether x is free of NaN and inf
+    squared_errors  (blocks [count, size], spec, stored parameters [count], weights [rows, size] or None) -> errors
+                [count], see qparams_search.py
     """
 
     dequantize: Callable[[Parts, QuantSpec, Sequence[int], torch.dtype], Any]
     quantize: Callable[[Tensor, QuantSpec, str | None, float | None], Any]
     finite: Callable[[Tensor], Any]
+    squared_errors: Callable[[Tensor, QuantSpec, Params, Tensor | None], Any]
 
 
 CONVERSIONS: dict[str, QuantizeBackend] = {}
@@ -76,3 +80,11 @@ def finite(x: Tensor) -> Any:
         return NotImplemented
     backend = CONVERSIONS.get(x.device.type)
     return NotImplemented if backend is None else backend.finite(x)
+
+
+def squared_errors(x: Tensor, spec: QuantSpec, p: Params, weight: Tensor | None) -> Any:
+    """The squared error of each block, or NotImplemented."""
+    if torch.compiler.is_compiling() or not in_memory(x):
+        return NotImplemented
+    backend = CONVERSIONS.get(x.device.type)
+    return NotImplemented if backend is None else backend.squared_errors(x, spec, p, weight)

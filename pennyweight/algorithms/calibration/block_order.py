@@ -7,7 +7,7 @@ stored inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,11 +27,13 @@ class CalibrationSegment:
     sites       names of weights, by block (a single entry if not a chain)
     blocks      (name, module); empty if not a chain
     looked_up   the model also looks up rows of these weights: embedding tables tied to an output layer
+    repeated    weights whose inputs equal those of the weight that is called before, such as keys after queries
     """
 
     sites: list[list[str]]
     blocks: list[tuple[str, nn.Module]] = field(default_factory=list)
     looked_up: bool = False
+    repeated: Set[str] = frozenset()
 
     @property
     def last(self) -> int:
@@ -73,8 +75,14 @@ def calibration_segments(model: nn.Module, weights: dict[int, str], batch: Any) 
     trials = [_Trial(name, blocks) for name, blocks in lists]
     called: dict[str, None] = {}
     looked: set[str] = set()
+    repeated: set[str] = set()
+    before: Tensor | None = None
 
     def see(name: str, x: Tensor) -> None:
+        nonlocal before
+        if name not in called and before is not None and torch.equal(x, before):
+            repeated.add(name)
+        before = x
         called.setdefault(name)
         read(name)
 
@@ -114,6 +122,8 @@ def calibration_segments(model: nn.Module, weights: dict[int, str], batch: Any) 
     for names, looked_up in ((several, False), (looked, True)):
         late = [name for name in called if name in names]
         found += [CalibrationSegment([late], looked_up=looked_up)] if late else []
+    for segment in found:
+        segment.repeated = repeated.intersection(name for names in segment.sites for name in names)
     return found
 
 

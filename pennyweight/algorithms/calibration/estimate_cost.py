@@ -136,7 +136,11 @@ def estimate_cost(
     single = tuple(name for name in names if not STATISTICS[name].paired)
     paired = names != single
     runs = _runs(model, segments, len(batches), paired) if names else _Runs(0.0, 0.0)
-    blocks = [(names if s.blocks else single, block) for s in segments for block in s.sites]  # pairs: in chains only
+    blocks = [  # pairs: in chains only
+        (names if s.blocks else single, [name for name in block if name not in s.repeated])
+        for s in segments
+        for block in s.sites
+    ]
     seen = [(kinds, name) for kinds, block in blocks for name in block if name in inputs.tokens]
     shapes = [(kinds, inputs.shape(name), _device(weights[name])) for kinds, name in seen]
     updates = {shape: _updated(*shape)[1] for shape in set(shapes)}

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -239,7 +239,7 @@ class CalibrationLoop:
         ids = {name: i for i, name in self.weights.items()}
         parameters = {id(p): p for p in self.model.parameters()}
         for (name, _), names in zip(segment.blocks, segment.sites, strict=True):
-            shapes = [parameters[ids[n]].shape for n in names if ids[n] in parameters]
+            shapes = [parameters[ids[n]].shape for n in names if ids[n] in parameters and n not in segment.repeated]
             # The contracted axis is the last except in transposed linears; the larger of both is an upper bound
             widths = [(s[0] if len(s) == 3 else 1, max(s[1:]) if len(s) != 4 else s[1:].numel()) for s in shapes]
             with torch.device("meta"):
@@ -266,63 +266,136 @@ def parse_bytes(text: str | float, name: str = "") -> int:
         raise PlanError(f'{prefix}a memory limit is a size such as "4 GB", or a number of bytes: {error}') from None
 
 
+@dataclass
+class _SameInputs:
+    """Weights that have got the same inputs so far, and the states of their statistics."""
+
+    names: set[str]
+    states: dict[str, State] = field(default_factory=dict)
+
+    def take(self, names: set[str]) -> _SameInputs:
+        """Separate ``names`` from the others, with states of their own."""
+        self.names -= names
+        return _SameInputs(names, {s: (total.clone(), count) for s, (total, count) in self.states.items()})
+
+
+class _Inputs(NamedTuple):
+    """Inputs that one weight after another got, and those of the float model. Copies, because a model may write into
+    them before the next weight reads them."""
+
+    names: list[str]
+    x: Tensor
+    x_float: Tensor | None
+
+    def equal(self, x: Tensor, x_float: Tensor | None) -> bool:
+        if not torch.equal(self.x, x) or (x_float is None) != (self.x_float is None):
+            return False
+        return x_float is None or self.x_float is x_float or torch.equal(self.x_float, x_float)  # type: ignore[arg-type]
+
+
 class _Collector:
-    """Collects the statistics of some weights during forward passes."""
+    """Collects the statistics of some weights during forward passes. Weights with the same inputs, such as those of
+    queries, keys and values, share them: one Hessian instead of three."""
 
     def __init__(self, weights: dict[int, str], single: Sequence[Statistic], paired: Sequence[Statistic] = ()) -> None:
         self.weights, self.single, self.paired = weights, single, paired
-        self.states: dict[tuple[str, str], State] = {}
+        self.groups: list[_SameInputs] = []
         self.tokens = dict.fromkeys(weights.values(), 0)
         self.float_inputs: dict[str, list[Tensor]] = {}
+        self.waiting: _Inputs | None = None  # the statistics do not have them yet
 
     def record_float_inputs(self, run: Callable[[], Any], mask: Tensor | None) -> Any:
         """Run one batch on the float inputs and keep the layer inputs for paired statistics. Returns the output."""
         self.float_inputs = {}
-        with InputHooks(self.weights, lambda name, x: self.float_inputs.setdefault(name, []).append(x), mask):
+        before: Tensor | None = None
+
+        def see(name: str, x: Tensor) -> None:
+            nonlocal before
+            before = before if before is not None and torch.equal(x, before) else x.clone()
+            self.float_inputs.setdefault(name, []).append(before)
+
+        with InputHooks(self.weights, see, mask):
             return run()
 
     def run(self, run: Callable[[], Any], mask: Tensor | None) -> None:
         with InputHooks(self.weights, self._see, mask):
             run()
+        self._add()
 
     def _see(self, name: str, x: Tensor) -> None:
         if not x.shape[1]:
             return
-        require_finite(name, x)
-        self.tokens[name] += x.shape[1]
-        for statistic in self.single:
-            self._update(statistic, name, x)
+        x_float = None
         if self.paired:
             queue = self.float_inputs.get(name)
             x_float = queue.pop(0) if queue else None
-            if x_float is None or x_float.shape != x.shape:
-                return  # routed differently in the float model: paired statistics use only tokens that both have
-            for statistic in self.paired:
-                self._update(statistic, name, x, x_float)
+            if x_float is not None and x_float.shape != x.shape:
+                x_float = None  # routed differently in the float model: paired statistics use tokens that both have
+        last = self.waiting
+        if last is not None and name not in last.names and last.equal(x, x_float):
+            last.names.append(name)
+        else:
+            require_finite(name, x)
+            self._add()
+            self.waiting = _Inputs([name], x.clone(), x_float)
+        self.tokens[name] += x.shape[1]
 
-    def _update(self, statistic: Statistic, name: str, *x: Tensor) -> None:
-        key = (statistic.name, name)
-        state = self.states.get(key)
+    def _add(self) -> None:
+        """Add the waiting inputs to the statistics of their weights."""
+        got, self.waiting = self.waiting, None
+        if got is None:
+            return
+        names = set(got.names)
+        for group in list(self.groups):
+            shared = group.names & names
+            if shared and shared != group.names:
+                self.groups.append(group.take(shared))
+        first = names.difference(*(group.names for group in self.groups))
+        if first:
+            self.groups.append(_SameInputs(first))
+        pair = () if got.x_float is None else (got.x_float,)
+        for group in self.groups:
+            if group.names <= names:
+                for statistic in (*self.single, *(self.paired if pair else ())):
+                    self._update(group.states, statistic, got.x, *(pair if statistic.paired else ()))
+
+    def _update(self, states: dict[str, State], statistic: Statistic, *x: Tensor) -> None:
+        state = states.get(statistic.name)
         if state is None:
             total, count = statistic.init(x[0].shape[0], x[0].shape[2])
             state = total.to(x[0].device), count
-        self.states[key] = statistic.update(state, *x)
+        states[statistic.name] = statistic.update(state, *x)
 
     def finish(self, more: bool = False) -> dict[str, CollectedStatistics]:
         """The statistics of what was run, of all ranks. more: further batches will be added."""
-        tokens, states = (dict(self.tokens), dict(self.states)) if more else (self.tokens, self.states)
+        tokens = dict(self.tokens)
+        groups = [_SameInputs(set(group.names), dict(group.states)) for group in self.groups]
+        if not more:
+            self.groups = []
         if all_reduce.is_distributed():
-            self._share(tokens, states)
+            tokens, groups = self._of_all_ranks(tokens, groups)
         found = {name: CollectedStatistics({}, n) for name, n in tokens.items()}
-        for (statistic, name), state in states.items():
-            found[name].stats[statistic] = STATISTICS[statistic].finish(state)
+        for group in groups:
+            for statistic in list(group.states):
+                value = STATISTICS[statistic].finish(group.states.pop(statistic))
+                for name in group.names:
+                    found[name].stats[statistic] = value
         return found
 
-    def _share(self, tokens: dict[str, int], states: dict[tuple[str, str], State]) -> None:
-        """Merge the statistics of all ranks, one statistic of one weight at a time."""
-        for name in self.weights.values():
-            tokens[name] = sum(all_reduce.gather_objects(tokens[name]))
+    def _of_all_ranks(
+        self, tokens: dict[str, int], groups: list[_SameInputs]
+    ) -> tuple[dict[str, int], list[_SameInputs]]:
+        """Merged, one statistic of one group at a time. Every rank merges in the order of the weights."""
+        tokens = {name: sum(all_reduce.gather_objects(tokens[name])) for name in self.weights.values()}
+        order = {name: i for i, name in enumerate(self.weights.values())}
+        which = sorted(sorted(group.names, key=order.__getitem__) for group in groups)
+        if any(other != which for other in all_reduce.gather_objects(which)):  # routed differently: each on its own
+            groups = [_SameInputs({name}, dict(g.states)) for g in groups for name in g.names]
+            groups += [_SameInputs({name}) for name in order.keys() - {n for g in groups for n in g.names}]
+        groups = sorted(groups, key=lambda group: min(map(order.__getitem__, group.names)))
+        for group in groups:
             for statistic in (*self.single, *self.paired):
-                state = all_reduce.merge_states(statistic, states.pop((statistic.name, name), None))
+                state = all_reduce.merge_states(statistic, group.states.pop(statistic.name, None))
                 if state is not None:
-                    states[statistic.name, name] = state
+                    group.states[statistic.name] = state
+        return tokens, groups

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...core import blocks
 from ...core.numerics import Parts, dequantize, encode, quantize, store_qparams, stored_value
 from ...core.qparams import Params, choose, default_rule
-from ...core.qparams_search import select_blocks
+from ...core.qparams_search import select_blocks, squared_errors
 from ..base import Solution, Solver, Task, register
 from .kquant_search import search_kquant, stack_rows
 from .qparam_grid import grid_candidates, range_shares
@@ -57,6 +57,8 @@ class BlockSearch:
         return encode(self.view, self.spec, seen), seen
 
     def _costs(self, params: Params) -> Tensor:
+        if self.cost is torch.square:
+            return squared_errors(self.view, self.spec, store_qparams(params, self.spec)[1], self.counts)
         codes, seen = self.codes(params)
         found = self.cost(stored_value(codes, self.spec, seen) - self.view) * self.counts
         return found.sum(blocks.inner_axes(2))
@@ -210,7 +212,7 @@ class Importance(Solver):
 
     def _solve(self, task: Task, weight: Tensor) -> Solution:
         found = BlockSearch(task, torch.square, weight)
-        for params in range_shares(blocks.pad(task.weight, task.spec.block), task.spec, task.rule, task.eps):
+        for params in range_shares(found.view, task.spec, task.rule, task.eps):
             found.offer(params)
         for params in _wider(task):
             found.offer(params)

@@ -177,10 +177,15 @@ def undamped_error(damped: Tensor, difference: Tensor, hessian: Tensor, extra: f
 def asymmetric_target(weight: Tensor, drift: Tensor, f: CholeskyFactor, share: float) -> Tensor:
     """W + share W E[(x_float - x) x^T] H^-1, with the damped H: the target of GPTAQ (Li et al. 2025) in closed form. At
     share 1 and without damping this is the least-squares fit to W x_float on the calibration inputs."""
-    back = torch.argsort(f.order)
     upper = f.upper.double()
-    inverse = (upper.t() @ upper)[back][:, back]
-    return (weight.double() + share * weight.double() @ drift.double() @ inverse).float()
+    shift = (weight.double() @ drift.double()).index_select(1, f.order)  # then (shift U^T) U; half of U is zero
+    k = shift.shape[1]
+    steps = [(begin, min(begin + 512, k)) for begin in range(0, k, 512)]
+    for begin, end in steps:  # column j of U^T has inputs from j on, which are not replaced yet
+        shift[:, begin:end] = shift[:, begin:] @ upper[begin:end, begin:].t()
+    for begin, end in reversed(steps):
+        shift[:, begin:end] = shift[:, :end] @ upper[:end, begin:end]
+    return (weight.double() + share * shift.index_select(1, torch.argsort(f.order))).float()
 
 
 # -- solvers -----------------------------------------------------------------------------------------------------------

@@ -10,28 +10,21 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.numerics import Parts, encode, offset_terms, quantize, reciprocal, store_qparams, stored_value
+from ...core.numerics import (
+    Parts,
+    RoundingTerms,
+    encode,
+    quantize,
+    rounding_terms,
+    store_qparams,
+    stored_value,
+)
 from ...core.qparams import Params, choose, default_rule
-from ...core.qparams_search import select_blocks
+from ...core.qparams_search import select_blocks, shrunk_range, squared_errors
 from ...core.spec import QuantSpec
 from ..base import Task
 
 Rounder = Callable[[int, Tensor], tuple[Tensor, Tensor]]
-
-
-class RoundingTerms(NamedTuple):
-    """What rounding to an integer format needs of the parameters, float32 [k, N]: :meth:`QParamGrid.rounder`."""
-
-    factor: Tensor
-    scale: Tensor
-    zero_point: Tensor | None
-    least: Tensor | None
-    divisor: Tensor | None
-    offset: Tensor | None
-    shift: float
-    lo: float
-    hi: float
-    mid: float
 
 
 class QParamGrid(NamedTuple):
@@ -52,19 +45,8 @@ class QParamGrid(NamedTuple):
 
     def terms(self, start: int, end: int) -> RoundingTerms | None:
         """The terms of the columns in [start, end); None for formats that are not rounded with them."""
-        f, mid = self.spec.format, self.spec.mid
         part = Params(*(None if p is None else p[start:end] for p in self.columns))
-        if f.kind != "int" or part.scale is None or part.scale.dtype is torch.float64:
-            return None
-        zero_point = None if part.zero_point is None else part.zero_point.float()
-        if part.offset is None:
-            factor, least, divisor, offset, shift = reciprocal(part.scale), None, None, None, mid
-        else:
-            factor, least, divisor = offset_terms(torch.float32, part.scale, part.offset, mid - f.lo, f.hi - f.lo)
-            least, divisor, offset, shift = least.float(), divisor.float(), part.offset.float(), f.lo
-        return RoundingTerms(
-            factor.float(), part.scale.float(), zero_point, least, divisor, offset, shift, f.lo, f.hi, mid
-        )
+        return rounding_terms(self.spec, part)
 
     def rounder(self, start: int, end: int) -> Rounder:
         """:meth:`nearest` of one column w [N] after another of those in [start, end): (its number from ``start`` on, w)
@@ -134,6 +116,7 @@ def grid_candidates(
     """
     w = blocks.pad(task.weight, task.spec.block)
     base = task.rule or default_rule(task.spec)
+    shrunk: Callable[[float], Params] | None = None
     for name in names:
         if task.spec.scale is None:
             yield "none", Params()
@@ -149,26 +132,20 @@ def grid_candidates(
             if _has_spare_end(task.spec):
                 yield "extreme", extreme_scale(w, task.spec)
         elif isinstance(name, float):
-            yield f"{name:g}", choose(shrink_range(w, task.spec, name), task.spec, base, task.eps)
+            shrunk = shrunk or shrunk_range(
+                blocks.split(w, blocks.counts(task.spec.block, w.shape)), task.spec, base, task.eps
+            )
+            yield f"{name:g}", shrunk(name)
         else:
             known = "'scheme', 'mse', 'weighted', 'extreme', or a fraction of the range"
             raise ValueError(f"unknown grid {name!r}; known: {known}")
 
 
-def shrink_range(w: Tensor, spec: QuantSpec, share: float) -> Tensor:
-    """w with the range of its blocks shrunk: about zero, or about the block's midpoint if it stores an offset."""
-    if spec.offset is None:
-        return w * share
-    view = blocks.split(w, blocks.counts(spec.block, w.shape))
-    inner = blocks.inner_axes(w.ndim)
-    middle = view.amin(inner, keepdim=True) / 2 + view.amax(inner, keepdim=True) / 2
-    return (middle + (view - middle) * share).reshape(w.shape)
-
-
-def range_shares(w: Tensor, spec: QuantSpec, rule: str | None, eps: float | None) -> Iterator[Params]:
+def range_shares(view: Tensor, spec: QuantSpec, rule: str | None, eps: float | None) -> Iterator[Params]:
     """Parameters for the fractions 1, 0.98 .. 0.5 of each block's range."""
+    choose = shrunk_range(view, spec, rule or default_rule(spec), eps)
     for step in range(26):
-        yield choose(shrink_range(w, spec, 1 - step / 50), spec, rule or default_rule(spec), eps)
+        yield choose(1 - step / 50)
 
 
 def _has_spare_end(spec: QuantSpec) -> bool:
@@ -197,12 +174,10 @@ def weighted_range(task: Task, importance: Tensor) -> Params:
     h = blocks.pad(importance.expand(shape), spec.block)
     part_shape = blocks.counts(spec.block, w.shape)
     view, weight = blocks.split(w, part_shape), blocks.split(h, part_shape)
-    inner = blocks.inner_axes(2)
     best: Params | None = None
     least = torch.zeros((), device=w.device, dtype=torch.float32)
-    for p in range_shares(w, spec, task.rule, task.eps):
-        seen = store_qparams(p, spec)[1]
-        error = ((stored_value(encode(view, spec, seen), spec, seen) - view).square() * weight).sum(inner)
+    for p in range_shares(view, spec, task.rule, task.eps):
+        error = squared_errors(view, spec, store_qparams(p, spec)[1], weight)
         if best is None:
             best, least = p, error
             continue

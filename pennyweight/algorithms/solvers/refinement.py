@@ -10,7 +10,10 @@ from ...core import blocks
 from ...core.qparams import Params
 from ...core.qparams_search import select_blocks
 from ...core.spec import QuantSpec
-from .qparam_grid import QParamGrid, make_grid
+from ...kernels.cpu.library import usable
+from ...kernels.cpu.matrix_view import threads_for
+from ...kernels.native.convert import gptq_block
+from .qparam_grid import QParamGrid, Rounder, make_grid
 from .rtn import output_error
 
 _CHUNK = 1 << 24  # elements of a temporary
@@ -147,23 +150,36 @@ def coordinate_descent(
     The objective never increases. Behdin et al. 2023 (QuantEase). keep: as in
     :func:`.gptq.quantize_columns`.
     """
-    w, v = weight.t(), values.t().contiguous()
-    codes = codes.t().contiguous()
+    w = weight.t()
+    v, codes = (x.t().clone(memory_format=torch.contiguous_format) for x in (values, codes))  # also of one row
     k = w.shape[0]
-    diagonal = hessian.diagonal()
     pull = hessian @ (w - v)  # [K, N]: minus half the gradient
+    kept = None if keep is None else keep.t()
     for begin in range(0, k, _COLUMNS):
         end = min(begin + _COLUMNS, k)
+        here, keep_here = slice(begin, end), None if kept is None else kept[begin:end].float().contiguous()
         moved = torch.zeros(end - begin, w.shape[1], device=w.device, dtype=torch.float32)
-        here, nearest = pull[begin:end].clone(), grid.rounder(begin, end)
-        for j, h in enumerate(diagonal[begin:end].tolist()):
-            if not h > 0:
-                continue
-            wanted = v[begin + j] + here[j] / h
-            wanted = wanted if keep is None else wanted * keep[:, begin + j]
-            c, new = nearest(j, wanted)
-            moved[j] = new - v[begin + j]
-            v[begin + j], codes[begin + j] = new, c
-            subtract_outer(here[j + 1 :], hessian[begin + j + 1 : end, begin + j], moved[j])
-        pull.addmm_(hessian[:, begin:end], moved, alpha=-1)
+        terms = grid.terms(begin, end) if w.is_cpu and usable() is True else None
+        if terms is not None:
+            lower, threads = hessian[here, here].contiguous(), threads_for(moved.numel())
+            job = (keep_here, *terms[:6]), terms[6:], codes[here], v[here], moved
+            gptq_block(pull[here], lower, *job, threads, descent=True)
+        else:
+            _descend(pull[here], hessian[here, here], grid.rounder(begin, end), keep_here, codes[here], v[here], moved)
+        pull[end:].addmm_(hessian[end:, here], moved, alpha=-1)
     return codes.t().contiguous(), v.t().contiguous()
+
+
+def _descend(
+    pull: Tensor, hessian: Tensor, nearest: Rounder, keep: Tensor | None, codes: Tensor, values: Tensor, moved: Tensor
+) -> None:
+    """A block of columns, [k, N]; ``pull`` is working memory, the last three are written. Native code has the bits of
+    this loop."""
+    for j, h in enumerate(hessian.diagonal().tolist()):
+        if not h > 0:
+            continue
+        wanted = values[j] + pull[j] / h
+        codes[j], new = nearest(j, wanted if keep is None else wanted * keep[j])
+        moved[j] = new - values[j]
+        values[j] = new
+        subtract_outer(pull[j + 1 :], hessian[j + 1 :, j], moved[j])

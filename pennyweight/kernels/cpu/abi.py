@@ -15,7 +15,7 @@ def _f(kind: Any, names: str) -> Iterator[tuple[str, Any]]:
         yield name, kind
 
 
-ABI = 12
+ABI = 13
 DONE, NO_MEMORY, INVALID = range(3)  # Status
 NONE, F32, BF16, F16, E8M0, I8, U8, E4M3 = range(8)  # Kind
 FLOAT, SYMMETRIC, ASYMMETRIC, STATIC = range(4)  # Activation
@@ -140,7 +140,15 @@ class GptqBlock(Structure):
     _fields_ = (
         *_f(c_int64, "n columns"),
         *_f(c_void_p, "w lower keep factor scale zero_point least divisor offset codes values errors"),
-        *_f(c_float, "shift lo hi mid"), *_f(c_int32, "threads"),
+        *_f(c_float, "shift lo hi mid"), *_f(c_int32, "threads descent"),
+    )
+
+
+class BlockErrors(Structure):
+    _fields_ = (
+        *_f(c_int64, "blocks size"), *_f(c_void_p, "x weight"), *_f(c_int64, "weights"),
+        *_f(c_void_p, "factor scale zero_point least divisor offset errors"), *_f(c_float, "shift lo hi mid"),
+        *_f(c_int32, "threads"),
     )
 
 
@@ -263,6 +271,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {  # name: (result, argumen
     "pw_gguf_quantize": (_I, (_I, _P, _I, _N, _N, _P, _P, _P, _I)),
     "pw_gguf_codes": (_I, (_I, _P, _N, _P, _I)),
     "pw_gptq_block": (_I, (_P,)),
+    "pw_squared_errors": (_I, (_P,)),
     "pw_attention": (_I, (_P, _I)),
     "pw_rotary": (_I, (_P, _I)),
     "pw_optim_steps": (_I, (_P, _N, _I)),

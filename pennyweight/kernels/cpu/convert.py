@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...core import blocks
 from ...core.layouts import READABLE, get_layout, pack_zero_point
-from ...core.numerics import Parts, scale_value, store_qparams
+from ...core.numerics import Parts, rounding_terms, scale_value, store_qparams
 from ...core.qparams import Params, choose, default_rule, scale_floor
 from ...core.quantize_backends import CONVERSIONS, QuantizeBackend, QuantizeResult
 from ...core.spec import QuantSpec
@@ -182,4 +182,15 @@ def finite(x: Tensor) -> Any:
     return native_convert.finite(x, threads_for(x.numel()))
 
 
-CONVERSIONS["cpu"] = QuantizeBackend(dequantize, quantize, finite)
+def squared_errors(x: Tensor, spec: QuantSpec, p: Params, weight: Tensor | None) -> Any:
+    """As :func:`.qparams_search.squared_errors`, of blocks [count, size]; NotImplemented for what is not native."""
+    terms = rounding_terms(spec, p) if x.dtype is torch.float32 and x.numel() and usable() is True else None
+    if terms is None:
+        return NotImplemented
+    found = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    weight = None if weight is None else weight.float().contiguous()
+    native_convert.squared_errors(x.contiguous(), weight, terms[:6], terms[6:], found, threads_for(x.numel()))
+    return found
+
+
+CONVERSIONS["cpu"] = QuantizeBackend(dequantize, quantize, finite, squared_errors)

@@ -15,7 +15,17 @@ from torch import Tensor
 
 from ...core.call_site import in_layer
 from ...support.errors import ArgumentError
-from ..cpu.abi import GGUF_BLOCKS, GGUF_PIECE, GIVEN, GPTQ_COLUMNS, MATRIX, MATRIX_BY_ROW, Affine, GptqBlock
+from ..cpu.abi import (
+    GGUF_BLOCKS,
+    GGUF_PIECE,
+    GIVEN,
+    GPTQ_COLUMNS,
+    MATRIX,
+    MATRIX_BY_ROW,
+    Affine,
+    BlockErrors,
+    GptqBlock,
+)
 from ..cpu.library import KINDS
 from .arguments import (
     DTYPES,
@@ -214,17 +224,19 @@ def gguf_quantize(type_: int, x: Tensor, importance: Tensor | None, out: Tensor,
     return True
 
 
-# -- columns of GPTQ ---------------------------------------------------------------------------------------------------
+# -- rounding in solvers -----------------------------------------------------------------------------------------------
 
 
 def gptq_block(
     w: Tensor, lower: Tensor, terms: Sequence[Tensor | None], limits: Sequence[float], codes: Tensor, values: Tensor,
-    errors: Tensor, threads: int,
+    errors: Tensor, threads: int, descent: bool = False,
 ) -> None:  # fmt: skip
     """The loop over a block of columns, see src/gptq.h. Writes codes (bytes), values and errors, [columns, n] as w.
 
     lower: [columns, columns], the block of the factor, transposed. terms: keep, factor, scale, zero point, least,
-    divisor, offset, float32 [columns, n] or None. limits: shift, lo, hi, mid.
+    divisor, offset, float32 [columns, n] or None. limits: shift, lo, hi, mid. descent: coordinate descent from the
+    codes and values that are given; w is the pull on them, lower the block of the Hessian, and errors become the
+    changes of the values.
     """
     columns, n = _sizes(w, "gptq: block")
     keep, factor, scale, zero_point, *offsets = terms
@@ -252,10 +264,49 @@ def gptq_block(
         optional(keep, "keep"), at(factor, "reciprocals"), at(scale, "scale"), optional(zero_point, "zero point"),
         *map(optional, offsets, ("least", "divisor", "offset")),
         address(codes, "gptq: codes", (torch.uint8, torch.int8), count, exact=True),
-        at(values, "values"), at(errors, "errors"), shift, lo, hi, mid, threads,
+        at(values, "values"), at(errors, "errors"), shift, lo, hi, mid, threads, descent,
     )  # fmt: skip
     if n:
         check_status(native_function("pw_gptq_block")(ctypes.addressof(block)), "gptq")
+
+
+def squared_errors(
+    x: Tensor, weight: Tensor | None, terms: Sequence[Tensor | None], limits: Sequence[float], errors: Tensor,
+    threads: int,
+) -> None:  # fmt: skip
+    """The weighted squared error of each block under its parameters, see src/squared_errors.h.
+
+    x: float32 [blocks, size]. weight: float32 [rows, size] or None; block i has row i % rows. terms: factor, scale,
+    zero point, least, divisor, offset, float32 [blocks] or None. limits: shift, lo, hi, mid. errors: float32 [blocks].
+    """
+    count, size = _sizes(x, "errors: blocks")
+    scaling, zero_point, offsets = terms[:2], terms[2], terms[3:]
+    if len(offsets) != 3 or len({p is None for p in offsets}) != 1 or not limits[1] < limits[2] or not size:
+        raise ArgumentError(
+            f"errors: got blocks of {size} elements with codes from {limits[1]} to {limits[2]}; expected elements, a "
+            "range of codes, and all terms of offsets or none"
+        )
+    floats, rows = (torch.float32,), 0 if weight is None else weight.shape[0]
+    if weight is not None and (weight.ndim != 2 or weight.shape[1] != size or not rows):
+        raise ArgumentError(f"errors: got weights {list(weight.shape)} for blocks of {size} elements")
+
+    def of_blocks(t: Tensor | None, what: str) -> int:
+        if t is None:
+            raise ArgumentError(f"errors: {what}: missing, expected {count} elements")
+        return address(t, f"errors: {what}", floats, count, exact=True)
+
+    def optional(t: Tensor | None, what: str) -> int | None:
+        return None if t is None else of_blocks(t, what)
+
+    job = BlockErrors(
+        count, size, address(x, "errors: blocks", floats, count * size, exact=True),
+        None if weight is None else address(weight, "errors: weights", floats, rows * size, exact=True), rows,
+        *map(of_blocks, scaling, ("reciprocals", "scale")),
+        optional(zero_point, "zero point"), *map(optional, offsets, ("least", "divisor", "offset")),
+        of_blocks(errors, "result"), *limits, threads,
+    )  # fmt: skip
+    if count:
+        check_status(native_function("pw_squared_errors")(ctypes.addressof(job)), "errors")
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

@@ -20,6 +20,26 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 16))
 
 
+class Routed(nn.Module):
+    """Two layers whose inputs are equal in some batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(32, 16), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + (self.b(x) if bool(x[0, 0] < 0) else self.b(x[::2]).mean(0))
+
+
+def routed_data() -> list[Tensor]:
+    """The first rank's batches have the same inputs for both layers, the second's have not."""
+    found = data()
+    for i, x in enumerate(found):
+        x[0, 0] = -1.0 if i < 2 else 1.0
+    return found
+
+
 def data() -> list[Tensor]:
     g = torch.Generator().manual_seed(1)
     return [torch.randn(24, 32, generator=g) @ torch.randn(32, 32, generator=g) for _ in range(4)]
@@ -32,6 +52,9 @@ def work(rank: int, folder: str) -> None:
         q = model()
         pw.quantize_(q, SPEC, calibration=data()[2 * rank : 2 * rank + 2], algorithm="gptaq")
         torch.save([w.weight.dequantize() for w in (q[0], q[2])], f"{folder}/{rank}.pt")
+        routed = Routed()
+        pw.quantize_(routed, SPEC, calibration=routed_data()[2 * rank : 2 * rank + 2], algorithm="gptq")
+        torch.save([w.weight.dequantize() for w in (routed.a, routed.b)], f"{folder}/routed-{rank}.pt")
         other = nn.Sequential(*model()) if rank else nn.Sequential(nn.Linear(32, 16))
         try:
             pw.quantize_(other, SPEC, calibration=data()[:1], algorithm="gptq")
@@ -53,5 +76,11 @@ def test_two_ranks_end_with_the_model_of_all_the_data(tmp_path: Path) -> None:
         same = (w - layer.weight.dequantize()).abs() < 1e-6
         assert same.float().mean() > 0.97  # sums are rounded in another order
         assert (w - part.weight.dequantize()).abs().max() > 1e-3
+    first, second = (torch.load(tmp_path / f"routed-{rank}.pt") for rank in range(2))
+    routed = Routed()
+    pw.quantize_(routed, SPEC, calibration=routed_data(), algorithm="gptq")
+    for a, b, layer in zip(first, second, (routed.a, routed.b), strict=True):
+        assert torch.equal(a, b)
+        assert ((a - layer.weight.dequantize()).abs() < 1e-6).float().mean() > 0.97
     for rank in range(2):
         assert "ranks differ in which weights they use" in (tmp_path / f"{rank}.txt").read_text()

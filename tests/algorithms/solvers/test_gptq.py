@@ -8,7 +8,7 @@ from torch import Tensor
 
 import pennyweight as pw
 from pennyweight.algorithms import Task
-from pennyweight.algorithms.solvers import gptq
+from pennyweight.algorithms.solvers import gptq, refinement
 from pennyweight.algorithms.solvers.gptq import (
     AUTO,
     GPTAQ,
@@ -116,6 +116,43 @@ def test_native_code_has_the_bits_of_the_loop(name: str, isa: str, monkeypatch: 
         for a, b in zip(want, found, strict=True):
             assert a.dtype is b.dtype
             assert torch.equal(a, b)
+    assert bool(calls) == (spec.format.kind == "int")
+
+
+@pytest.mark.skipif(library.available() is not True, reason="no native library")
+@pytest.mark.parametrize("isa", library.isas())
+@pytest.mark.parametrize("name", sorted(COLUMN_SPECS))
+def test_native_descent_has_the_bits_of_the_loop(name: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec: Any = COLUMN_SPECS[name]
+    torch.manual_seed(0)
+    calls: list[bool] = []
+    native_block = refinement.gptq_block
+    monkeypatch.setattr(refinement, "gptq_block", lambda *a, **k: (calls.append(k["descent"]), native_block(*a, **k)))
+    for n, k, threads in ((1, 32, 1), (7, 96, 1), (65, 160, 2), (130, 288, 1)):
+        w, h = torch.randn(n, k) * 0.1, inputs(k)
+        w[: n // 3] *= 1e-30  # scales whose reciprocals overflow
+        h[:, 5] = 0  # an input that is always 0
+        h = h.t() @ h / len(h)
+        grid = make_grid(choose(w, spec, default_rule(spec), None), spec, w.shape)
+        codes = grid.nearest(w.t().contiguous(), 0)[0].t().contiguous()
+        given, keep = codes.clone(), None if n % 2 else torch.rand(n, k) < 0.7
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        library.use_isa(isa)
+        try:
+            found = coordinate_descent(w, codes, grid.values(codes), grid, h, keep)
+            with monkeypatch.context() as patch:
+                patch.setattr(refinement, "usable", lambda: "off")
+                want = coordinate_descent(w, codes, grid.values(codes), grid, h, keep)
+        finally:
+            library.use_isa("")
+            torch.set_num_threads(before)
+        bits = lambda codes: codes.view(torch.uint8)  # noqa: E731
+        assert torch.equal(bits(codes), bits(given))
+        assert n == 1 or not torch.equal(bits(want[0]), bits(codes))
+        assert torch.equal(bits(want[0]), bits(found[0]))
+        assert torch.equal(want[1], found[1])
+    assert calls == [True] * len(calls)
     assert bool(calls) == (spec.format.kind == "int")
 
 

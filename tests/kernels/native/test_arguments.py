@@ -133,6 +133,12 @@ def calls() -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
             ),
             [x, torch.eye(20), *(torch.ones(20, 64) for _ in range(7)), codes.clone(), x.clone(), x.clone()],
         ),
+        "squared_errors": (
+            lambda x, h, f, s, z, a, b, c, e: native_convert.squared_errors(
+                x, h, (f, s, z, a, b, c), (8, 0, 15, 8), e, 1
+            ),
+            [x, torch.ones(5, 64), *(torch.ones(20) for _ in range(7))],
+        ),
         "finite": (lambda x: native_convert.finite(x, 1), [x]),
         "attention": (
             lambda q, k, v, m, o: native_attention.attention(q, k, v, m, out=o),

@@ -10,7 +10,7 @@
 #define PW_EXPORT __attribute__((visibility("default")))
 #endif
 
-constexpr int ABI = 12;  // incremented with each change of a structure or of an exported function's arguments
+constexpr int ABI = 13;  // incremented with each change of a structure or of an exported function's arguments
 
 // Status codes of exported functions; for pw_dequantize 1 means an index out of range.
 enum Status : int32_t { DONE = 0, NO_MEMORY = 1, INVALID = 2 };  // INVALID: inconsistent arguments, see check.h
@@ -250,6 +250,23 @@ struct GptqBlock {
     uint8_t* codes;                         // of 8 bits, signed if lo is below 0
     float *values, *errors;
     float shift, lo, hi, mid;  // code: steps + zero point + shift, from lo to hi; its number: code - mid - zero point
+    int32_t threads;
+    // Coordinate descent instead: w is the pull on each element, lower the block of the Hessian, codes and values are
+    // read and replaced, and errors become the changes of values.
+    int32_t descent;
+};
+
+// Blocks of `size` numbers without gaps under parameters of each block, see squared_errors.h.
+struct BlockErrors {
+    int64_t blocks, size;
+    const float* x;
+    const float* weight;  // null, or [weights, size]: block i has row i % weights
+    int64_t weights;
+    const float *factor, *scale;
+    const float* zero_point;                // or null
+    const float *least, *divisor, *offset;  // null without offsets
+    float* errors;                          // [blocks]
+    float shift, lo, hi, mid;               // as in GptqBlock
     int32_t threads;
 };
 
@@ -533,6 +550,7 @@ PW_EXPORT int pw_gguf_quantize(int type, const void* x, int kind, int64_t count,
                                uint8_t* out, double* sums, int threads);
 PW_EXPORT int pw_gguf_codes(int type, const uint8_t* blocks, int64_t count, uint8_t* stream, int threads);
 PW_EXPORT int pw_gptq_block(const GptqBlock* block);
+PW_EXPORT int pw_squared_errors(const BlockErrors* errors);
 PW_EXPORT int pw_attention(const AttentionArgs* args, int threads);
 PW_EXPORT int pw_rotary(const RotaryArgs* args, int threads);
 PW_EXPORT int pw_optim_steps(const OptimJob* jobs, int64_t count, int threads);

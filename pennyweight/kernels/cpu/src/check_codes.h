@@ -167,7 +167,7 @@ inline bool gptq_block(const char* function, const GptqBlock* block) {
     if (!c.must(size(b.n) && within(b.columns, 1, GPTQ_COLUMNS), "n from 0 to 2**40 and 1 to 128 columns") ||
         !c.must(!b.least == !b.offset && !b.divisor == !b.offset, "all terms of offsets or none") ||
         !c.must(b.lo >= -128 && b.hi <= 255 && b.lo < b.hi && b.hi - b.lo < 256, "lo below hi, within 8 bits") ||
-        !threads(c, b.threads))
+        !c.must(within(b.descent, 0, 1), "descent 0 or 1") || !threads(c, b.threads))
         return false;
     const int64_t count = times({b.n, b.columns});
     c.memory("w", b.w, count, 4);
@@ -184,6 +184,30 @@ inline bool gptq_block(const char* function, const GptqBlock* block) {
     c.memory("codes", b.codes, count);
     c.memory("values", b.values, count, 4);
     c.memory("errors", b.errors, count, 4);
+    return c.fit();
+}
+
+inline bool squared_errors(const char* function, const BlockErrors* errors) {
+    Arguments c(function);
+    c.memory("errors", errors, 1, sizeof *errors);
+    if (!c.fit()) return false;
+    const BlockErrors& b = *errors;
+    if (!c.must(size(b.blocks) && within(b.size, 1, (int64_t)1 << 40), "blocks from 0, a size from 1, to 2**40") ||
+        !c.must(!b.weight || within(b.weights, 1, (int64_t)1 << 40), "rows of weights") ||
+        !c.must(!b.least == !b.offset && !b.divisor == !b.offset, "all terms of offsets or none") ||
+        !c.must(b.lo < b.hi, "lo below hi") || !threads(c, b.threads))
+        return false;
+    c.memory("x", b.x, times({b.blocks, b.size}), 4);
+    if (b.weight) c.memory("weight", b.weight, times({b.weights, b.size}), 4);
+    c.memory("factor", b.factor, b.blocks, 4);
+    c.memory("scale", b.scale, b.blocks, 4);
+    if (b.zero_point) c.memory("zero_point", b.zero_point, b.blocks, 4);
+    if (b.offset) {
+        c.memory("least", b.least, b.blocks, 4);
+        c.memory("divisor", b.divisor, b.blocks, 4);
+        c.memory("offset", b.offset, b.blocks, 4);
+    }
+    c.memory("result", b.errors, b.blocks, 4);
     return c.fit();
 }
 

@@ -9,6 +9,7 @@
 #include "optimizer.h"
 #include "pack.h"
 #include "quantize.h"
+#include "squared_errors.h"
 #include "vtable.h"
 
 namespace {
@@ -96,6 +97,7 @@ PW_PART(conversions) {
     table->gguf_quantize = gguf_quantize;
     table->gguf_codes = gguf_codes;
     table->gptq_block = gptq_block;
+    table->squared_errors = squared_errors;
     table->optim_steps = optim_steps;
     table->probe[PROBE_READ] = probe_memory;
     table->probe[PROBE_F32] = probe_threads<probe_f32>;

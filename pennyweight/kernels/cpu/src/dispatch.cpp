@@ -245,6 +245,11 @@ PW_EXPORT int pw_gptq_block(const GptqBlock* block) {
     table().gptq_block(block);
     return DONE;
 }
+PW_EXPORT int pw_squared_errors(const BlockErrors* errors) {
+    if (!check::squared_errors("pw_squared_errors", errors)) return INVALID;
+    table().squared_errors(errors);
+    return DONE;
+}
 PW_EXPORT int pw_attention(const AttentionArgs* args, int threads) {
     return check::attention("pw_attention", args, threads) ? table().attention(args, threads) : (int)INVALID;
 }

@@ -1,5 +1,6 @@
-// The loop over the columns of a block in GPTQ. Its operations and their order are those of quantize_columns in
-// algorithms/solvers/gptq.py, the reference, so the results have the same bits for any number of threads.
+// The loops over the columns of a block in GPTQ and in coordinate descent. Their operations and the order of these are
+// those of quantize_columns in algorithms/solvers/gptq.py and coordinate_descent in refinement.py, the references, so
+// the results have the same bits for any number of threads.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +28,7 @@ inline void store_first(float* p, F a, int64_t count) {
 }
 
 // `lanes` rows of the weight, from `first` on.
-template <bool ZERO, bool OFFSET> void gptq_rows(const GptqBlock& b, int64_t first, int64_t lanes) {
+template <bool ZERO, bool OFFSET, bool DESCENT> void gptq_rows(const GptqBlock& b, int64_t first, int64_t lanes) {
     alignas(64) float errors[GPTQ_COLUMNS * GPTQ_LANES];
     const F shift = fset(b.shift), lo = fset(b.lo), hi = fset(b.hi), mid = fset(b.mid);
     for (int64_t i = 0; i < b.columns; ++i) {
@@ -41,10 +42,19 @@ template <bool ZERO, bool OFFSET> void gptq_rows(const GptqBlock& b, int64_t fir
             PW_UNROLL for (int v = 0; v < GPTQ_VECTORS; ++v) wanted[v] = fsub(wanted[v], fmul(u, fload(e + 16 * v)));
         }
         const F diagonal = fset(lower[i]);
+        if (DESCENT && !(lower[i] > 0)) {  // inputs that are always 0: the column stays as it is
+            for (int v = 0; v < GPTQ_VECTORS; ++v) {
+                fstore(errors + i * GPTQ_LANES + 16 * v, fset(0));
+                store_first(b.errors + row + 16 * v, fset(0), lanes - 16 * v);
+            }
+            continue;
+        }
         for (int v = 0; v < GPTQ_VECTORS; ++v) {
             const int64_t at = row + 16 * v, count = lanes - 16 * v;
             if (count <= 0) break;
             const auto part = [&](const float* p) { return load_first(p + at, count); };
+            const F current = DESCENT ? part(b.values) : fset(0);
+            if constexpr (DESCENT) wanted[v] = fadd(current, fdiv(wanted[v], diagonal));
             F code = fmul(b.keep ? fmul(wanted[v], part(b.keep)) : wanted[v], part(b.factor));
             if constexpr (OFFSET) code = fdiv(fsub(code, part(b.least)), part(b.divisor));
             code = frint(code);
@@ -54,7 +64,7 @@ template <bool ZERO, bool OFFSET> void gptq_rows(const GptqBlock& b, int64_t fir
             if constexpr (ZERO) value = fsub(value, part(b.zero_point));
             value = fmul(value, part(b.scale));
             if constexpr (OFFSET) value = fadd(value, part(b.offset));
-            const F error = fdiv(fsub(wanted[v], value), diagonal);
+            const F error = DESCENT ? fsub(value, current) : fdiv(fsub(wanted[v], value), diagonal);
             fstore(errors + i * GPTQ_LANES + 16 * v, error);
             store_first(b.values + at, value, count);
             store_first(b.errors + at, error, count);
@@ -67,10 +77,14 @@ template <bool ZERO, bool OFFSET> void gptq_rows(const GptqBlock& b, int64_t fir
     }
 }
 
+template <bool DESCENT> auto gptq_of(const GptqBlock& b) {
+    return b.offset ? (b.zero_point ? gptq_rows<true, true, DESCENT> : gptq_rows<false, true, DESCENT>)
+                    : (b.zero_point ? gptq_rows<true, false, DESCENT> : gptq_rows<false, false, DESCENT>);
+}
+
 void gptq_block(const GptqBlock* block) {
     const GptqBlock& b = *block;
-    const auto run = b.offset ? (b.zero_point ? gptq_rows<true, true> : gptq_rows<false, true>)
-                              : (b.zero_point ? gptq_rows<true, false> : gptq_rows<false, false>);
+    const auto run = b.descent ? gptq_of<true>(b) : gptq_of<false>(b);
     const int64_t tiles = (b.n + GPTQ_LANES - 1) / GPTQ_LANES;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(b.threads) if (b.threads > 1)
     for (int64_t t = 0; t < tiles; ++t) run(b, t * GPTQ_LANES, std::min<int64_t>(b.n - t * GPTQ_LANES, GPTQ_LANES));

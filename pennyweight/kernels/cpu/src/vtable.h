@@ -30,6 +30,7 @@ struct Table {
                          uint8_t* out, double* sums, int threads);
     void (*gguf_codes)(int type, const uint8_t* blocks, int64_t count, uint8_t* stream, int threads);
     void (*gptq_block)(const GptqBlock*);
+    void (*squared_errors)(const BlockErrors*);
 };
 
 // pw_part_<part>_<isa>: the function of a part that enters its functions. It must not run on a machine without the

@@ -409,7 +409,8 @@ void gptq() {
                              is_signed ? -8.0f : 0.0f,
                              is_signed ? 7.0f : 15.0f,
                              is_signed ? 0.0f : 8.0f,
-                             1};
+                             1,
+                             chance(3)};
     const auto with = [&](auto change) {
         return [&, change] {
             GptqBlock b = block;
@@ -429,6 +430,7 @@ void gptq() {
                                 {"an empty range", with([](G& b) { b.hi = b.lo; })},
                                 {"a long range", with([](G& b) { b.lo = -128, b.hi = 200; })},
                                 {"threads", with([](G& b) { b.threads = 0; })},
+                                {"descent", with([](G& b) { b.descent = 2; })},
                                 {"no w", with([](G& b) { b.w = nullptr; })},
                                 {"no factor", with([](G& b) { b.lower = nullptr; })},
                                 {"no scale", with([](G& b) { b.scale = nullptr; })},
@@ -436,6 +438,59 @@ void gptq() {
                                 {"no errors", with([](G& b) { b.errors = nullptr; })},
                                 {"no block", [&] { return (int64_t)pw_gptq_block(nullptr); }},
                             });
+}
+
+// Errors of blocks under given parameters.
+void errors_of_blocks() {
+    const int64_t blocks = rows_of(), size = chance(4) ? one_of<int64_t>({1, 15, 16, 128, 1000}) : 1 + below(70);
+    const int64_t weights = chance(2) ? 1 + below(6) : blocks + 1;
+    const bool is_signed = chance(2), zeros = chance(2), offsets = chance(3), weighted = chance(2);
+    const auto of = [&](bool there, float large) { return numbers(F32, there ? blocks : 0, large, true); };
+    const Room x(numbers(F32, blocks * size)), weight(numbers(F32, weighted ? weights * size : 0, 1, true));
+    const Room factor(of(true, 4)), scale(of(true, 0.2f)), zero(of(zeros, 3));
+    const Room least(of(offsets, 1)), divisor(of(offsets, 1)), offset(of(offsets, 1)), out((size_t)blocks * 4);
+    const auto at = [](const Room& room) { return (float*)room.pointer(); };
+    const BlockErrors job = {blocks,
+                             size,
+                             at(x),
+                             at(weight),
+                             weights,
+                             at(factor),
+                             at(scale),
+                             at(zero),
+                             at(least),
+                             at(divisor),
+                             at(offset),
+                             at(out),
+                             is_signed ? 0.0f : 8.0f,
+                             is_signed ? -8.0f : 0.0f,
+                             is_signed ? 7.0f : 15.0f,
+                             is_signed ? 0.0f : 8.0f,
+                             1};
+    const auto with = [&](auto change) {
+        return [&, change] {
+            BlockErrors b = job;
+            change(b);
+            return (int64_t)pw_squared_errors(&b);
+        };
+    };
+    compare(
+        "pw_squared_errors", {out}, [&](int threads) { return with([&](BlockErrors& b) { b.threads = threads; })(); },
+        !wild);
+    using E = BlockErrors;
+    refuse("pw_squared_errors", {
+                                    {"blocks", with([](E& b) { b.blocks = -1; })},
+                                    {"no elements", with([](E& b) { b.size = 0; })},
+                                    {"rows of weights", with([](E& b) { b.weight = b.x, b.weights = 0; })},
+                                    {"offsets", with([](E& b) { b.offset = b.offset ? nullptr : b.x; })},
+                                    {"an empty range", with([](E& b) { b.hi = b.lo; })},
+                                    {"threads", with([](E& b) { b.threads = 0; })},
+                                    {"no x", with([](E& b) { b.x = nullptr; })},
+                                    {"no factor", with([](E& b) { b.factor = nullptr; })},
+                                    {"no scale", with([](E& b) { b.scale = nullptr; })},
+                                    {"no result", with([](E& b) { b.errors = nullptr; })},
+                                    {"no job", [&] { return (int64_t)pw_squared_errors(nullptr); }},
+                                });
 }
 
 void finite() {

@@ -42,10 +42,11 @@ void on_signal(int number) {
 }
 
 void one_round() {
-    static void (*const every[])() = {int_linear,  int_linears, block,     block_attention, float_linear, convolution,
-                                      conv_chain,  packing,     streaming, dequantize,      quantize,     gguf,
-                                      gguf_stream, gptq,        finite,    optimizers,      attention,    rotary,
-                                      extents,     probe,       choosing};
+    static void (*const every[])() = {
+        int_linear,       int_linears, block,      block_attention, float_linear, convolution, conv_chain,
+        packing,          streaming,   dequantize, quantize,        gguf,         gguf_stream, gptq,
+        errors_of_blocks, finite,      optimizers, attention,       rotary,       extents,     probe,
+        choosing};
     for (const auto f : every)
         for (Place p : {AT_BEGIN, AT_END}) {
             place = p;
