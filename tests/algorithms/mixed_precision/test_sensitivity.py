@@ -239,7 +239,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         PlanError, match="max_memory is 524 kB, but while the largest weight is solved it takes up to 531 kB"
     ):
         found(max_memory=LARGEST)
-    with pytest.raises(PlanError, match="statistics of its inputs take 164 kB, the memory limit leaves"):
+    with pytest.raises(PlanError, match="statistics of its inputs take 115 kB, the memory limit leaves"):
         found(max_memory=LARGEST + 20_000)
     assert found(max_memory=LARGEST + 20_000, algorithm="imatrix").bits <= 3.5
     with pytest.raises(PlanError, match="give a budget of bits or bytes, or a clock"):
