@@ -195,11 +195,12 @@ def quantize(
             )
         after = contents(out_dir).file_bytes
     elif algorithm or budget:
-        from ..io.calibrated_streaming import STATE
+        from ..io.calibrated_streaming import STATE, is_written
 
         resumes = not budget or bool(max_memory)  # a search in memory keeps nothing
         with over_ranks():
-            RankGroup(out_dir, several).first(lambda: check_room(out_dir, force, but=STATE))
+            ours = force or (resume and is_written(out_dir))
+            RankGroup(out_dir, several).first(lambda: check_room(out_dir, ours, but=STATE))
             with (
                 progress_bar() if is_first_rank() else nullcontext() as advance,
                 resume_hint() if resumes else nullcontext(),

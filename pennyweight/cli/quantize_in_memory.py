@@ -82,7 +82,9 @@ def write_calibrated(
         report.notes[:0] = notes
         if not dry_run:
             method, card = quantization_config(chosen, skip or None), finish and partial(finish, report=report)
-            write = partial(write_folder, model, model_dir, out_dir, method, max_shard_bytes, tied=tied, finish=card)
+            write = partial(
+                write_folder, model, model_dir, out_dir, method, max_shard_bytes, tied=tied, finish=card, state=state
+            )
             team.first(write)
             del model, write  # some systems do not remove files that are mapped
     return report

@@ -52,6 +52,7 @@ from .saving import save, write_shard
 from .state_dict import items, metadata_of
 
 STATE = ".calibration"  # in the folder of the result during a run: the finished weights
+WRITTEN = "written"  # in STATE once the result is complete: what is beside it then is this result
 SOLVED = "solved"  # in the metadata of a file: SQNR, error and note of each weight
 # Copies of a weight in float32 that are held at once, with room to spare. Rewrites: float64 values before and after.
 # Training: values, gradients, Adam's moments, products of a step
@@ -267,29 +268,39 @@ def quantize_with_data(
             if not dry_run:
                 chosen, left_out, _ = resolve_arguments(config, skip, on_indivisible)
                 method = quantization_config(chosen, None if callable(left_out) else left_out or None)
-                team.first(partial(write_folder, model, src, dst, method, max_shard_bytes, tied=tied))
+                team.first(partial(write_folder, model, src, dst, method, max_shard_bytes, tied=tied, state=folder))
                 del model  # some systems do not remove files that are mapped
     return report
 
 
 def write_folder(
     model: nn.Module, src: str, dst: str, method: dict[str, Any], max_shard_bytes: int, *, tied: bool,
-    finish: Callable[[str], None] | None = None,
+    finish: Callable[[str], None] | None = None, state: str | None = None,
 ) -> None:  # fmt: skip
     """Write a model with the side files of the folder that it was read from, and put both in place of ``dst``.
 
     method  the "quantization_config" of config.json
     tied    :func:`is_tied` of the model before it was quantized: a rewrite may untie it
     finish  called with the folder before it is put in place
+    state   the folder of :func:`kept_state`
     """
     with replacing(dst) as made:
         save(model, made, max_shard_bytes=max_shard_bytes)
         copy_side_files(src, made, method, untied=tied and not is_tied(model))
         if finish is not None:
             finish(made)
+        if state is not None:
+            Path(state, WRITTEN).touch()
+
+
+def is_written(dst: str) -> bool:
+    """Whether a run was killed when its result was complete: it may be in place, and the same run may replace it."""
+    return os.path.exists(os.path.join(dst, STATE, WRITTEN))
 
 
 def _check_empty(dst: str) -> None:
+    if is_written(dst):
+        return
     there = sorted(set(os.listdir(dst)) - {STATE}) if os.path.isdir(dst) else []
     if there or os.path.isfile(dst):
         found = f"contains {', '.join(there[:3])}" if there else "is a file"
