@@ -345,7 +345,7 @@ def _begin(out_dir: str, folder: str, resume: bool, lock: ExitStack) -> bool:
     os.makedirs(folder, exist_ok=True)
     lock.enter_context(folder_lock(folder, patience=0))
     for entry in Path(folder).iterdir():
-        finished = entry.name in (KEY, SearchJournal.key_file) or (
+        finished = entry.name in (KEY, SearchJournal.key_file, WRITTEN) or (
             entry.name.startswith(PREFIX) and entry.suffix != ".part"
         )
         if resume and finished:
