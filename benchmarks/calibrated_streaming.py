@@ -98,8 +98,8 @@ def write_model(folder: Path, hidden: int, depth: int) -> int:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=depth,
-        num_key_value_heads=min(8, hidden // 64), num_attention_heads=hidden // 64, vocab_size=VOCABULARY, tie_word_embeddings=False,
+        hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=depth, vocab_size=VOCABULARY,
+        num_key_value_heads=min(8, hidden // 64), num_attention_heads=hidden // 64, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)
     model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)

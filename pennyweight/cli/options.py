@@ -297,7 +297,10 @@ Json = Annotated[
         metavar="[FILE]",
     ),
 ]
-DryRun = Annotated[bool, option(OUTPUT, "Print the plan and write nothing.", "--dry-run")]
+DryRun = Annotated[
+    bool,
+    option(OUTPUT, "Print the plan, and what --algorithm and --budget will take, and write nothing.", "--dry-run"),
+]
 MaxShardSize = Annotated[str, option(OUTPUT, "Maximum size of a file, such as 500MB or 2GiB.", metavar="SIZE")]
 Format = Annotated[
     str,

@@ -103,7 +103,7 @@ def quantize(
     run on --text, and nothing is written unless the KL passes.
 
     torchrun --nproc-per-node N -m pennyweight quantize ... divides the files among N processes, and with --max-memory
-    the weights of each block. The result is that of one process.
+    the weights of each block and the trials of --budget. The result is that of one process.
     """
     from ..planning.configs.by_name import by_name
     from ..planning.configs.files import is_config_file, layer_config, read_config, write_config
@@ -131,6 +131,8 @@ def quantize(
         )
     if group_size is not None and (not config or is_config_file(config)):
         raise ValueError("--group-size belongs to a --config given by its name")
+    if save_config and budget and dry_run:
+        raise ValueError("--save-config writes the config that --budget finds; leave it out, or --dry-run")
     if save_config and not is_config_file(save_config):
         raise ValueError(f"--save-config {save_config}: the name of a config file must end in .yaml, .yml or .json")
     given = read_config(config) if is_config_file(config) else by_name(config, group_size) if config else None
@@ -144,14 +146,15 @@ def quantize(
         raise ValueError("--max-kl checks the written files; leave out --dry-run")
 
     several = world() > 1
-    if several and (budget or max_kl is not None or (algorithm and not max_memory)):
+    if several and (max_kl is not None or ((algorithm or budget) and not max_memory)):
         raise ValueError(
             "--algorithm, --budget and --max-kl run the model in one process; start without torchrun, or give "
-            "--max-memory to an algorithm without --budget: its processes share the weights of each block"
+            "--max-memory to --algorithm and --budget: processes then share the weights of each block, and the trials "
+            "of the search"
         )
 
+    from ..distributed.rank_group import RankGroup
     from ..io import local_path, quantize_checkpoint
-    from ..io.resumable_write import RankGroup
     from .inspect import contents
     from .model_card import write_card
 
@@ -192,11 +195,12 @@ def quantize(
             )
         after = contents(out_dir).file_bytes
     elif algorithm or budget:
-        from ..io.calibrated_streaming import STATE
+        from ..io.calibrated_streaming import STATE, is_written
 
         resumes = not budget or bool(max_memory)  # a search in memory keeps nothing
         with over_ranks():
-            RankGroup(out_dir, several).first(lambda: check_room(out_dir, force, but=STATE))
+            ours = force or (resume and is_written(out_dir))
+            RankGroup(out_dir, several).first(lambda: check_room(out_dir, ours, but=STATE))
             with (
                 progress_bar() if is_first_rank() else nullcontext() as advance,
                 resume_hint() if resumes else nullcontext(),

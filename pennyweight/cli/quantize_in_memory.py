@@ -34,10 +34,11 @@ def write_calibrated(
     or folders, PlanError, CheckpointError, OSError; out_dir is then unchanged except for the state to resume from.
     """
     from ..algorithms import search
+    from ..algorithms.mixed_precision.forecast import forecast
+    from ..distributed.rank_group import RankGroup
     from ..io.calibrated_streaming import kept_state, quantize_mapped, write_folder
     from ..io.config_files import is_tied, quantization_config
     from ..io.meta_model import load_tokenizer
-    from ..io.resumable_write import RankGroup
     from ..planning.configs.files import write_config
     from ..quantize import quantize_
     from ..report.evaluation_inputs import load_folder, read_texts, text_batches
@@ -53,14 +54,22 @@ def write_calibrated(
     team = RankGroup(out_dir, ranks)
     with team.share_errors(), kept_state(out_dir, None if dry_run else resume, team) as state:
         chosen, left_out = config, skip
-        if chosen is None:
+        notes: list[str] = []
+        if chosen is None and dry_run:
+            cost, chosen, note = forecast(
+                model, batches or [], budget[0], max_memory or None, skip=skip,
+                example=_example(model, batches or [], budget[1]), for_=engine,
+            )  # fmt: skip
+            notes = [note, *cost.notes(in_files=bool(max_memory))]
+        elif chosen is None:
             found = search(
                 model, batches or [], budget[0], skip=skip, example=_example(model, batches or [], budget[1]),
-                progress=progress, for_=engine, resume=state, max_memory=max_memory or None,
+                progress=progress, for_=engine, resume=state, max_memory=max_memory or None, ranks=ranks,
             )  # fmt: skip
-            typer.echo(str(found), err=True)
-            if save_config:
-                write_config(found.config, save_config)
+            if team.rank == 0:
+                typer.echo(str(found), err=True)
+                if save_config:
+                    write_config(found.config, save_config)
             chosen, left_out = found.config, ()
         how: dict[str, Any] = {
             "skip": left_out, "calibration": batches, "algorithm": algorithm, "on_indivisible": on_indivisible,
@@ -70,9 +79,12 @@ def write_calibrated(
             report = quantize_mapped(model, chosen, state, max_memory, team=team, **how)
         else:
             report = quantize_(model, chosen, resume=state, **how)
+        report.notes[:0] = notes
         if not dry_run:
             method, card = quantization_config(chosen, skip or None), finish and partial(finish, report=report)
-            write = partial(write_folder, model, model_dir, out_dir, method, max_shard_bytes, tied=tied, finish=card)
+            write = partial(
+                write_folder, model, model_dir, out_dir, method, max_shard_bytes, tied=tied, finish=card, state=state
+            )
             team.first(write)
             del model, write  # some systems do not remove files that are mapped
     return report

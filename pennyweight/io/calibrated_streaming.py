@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
 import re
 import shutil
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 from ..algorithms.calibration.disk_offload import offload_to, offload_weights_
 from ..algorithms.calibration.estimate_cost import room_beside
-from ..algorithms.calibration.journal import KEY, PREFIX, Journal
+from ..algorithms.calibration.journal import KEY, PREFIX, Journal, SharedJournal
 from ..algorithms.calibration.loop import SharedWork, parse_bytes
 from ..algorithms.mixed_precision.measurements import SearchJournal
 from ..algorithms.recipe import Recipe
@@ -33,6 +32,7 @@ from ..algorithms.solve import Solved
 from ..algorithms.tuners.distill import Learner
 from ..core.tensor import AffineQuantizedTensor
 from ..distributed import all_reduce
+from ..distributed.rank_group import RankGroup
 from ..planning.config_resolution import PlanError, Skip, resolve_arguments
 from ..planning.configs import AOBaseConfig
 from ..planning.configs.by_name import algorithm_of
@@ -48,32 +48,21 @@ from .file import CheckpointError
 from .loading import load
 from .meta_model import fresh_model
 from .replace_checkpoint import replacing
-from .resumable_write import RankGroup
 from .saving import save, write_shard
 from .state_dict import items, metadata_of
 
 STATE = ".calibration"  # in the folder of the result during a run: the finished weights
+WRITTEN = "written"  # in STATE once the result is complete: what is beside it then is this result
 SOLVED = "solved"  # in the metadata of a file: SQNR, error and note of each weight
 # Copies of a weight in float32 that are held at once, with room to spare. Rewrites: float64 values before and after.
 # Training: values, gradients, Adam's moments, products of a step
 REWRITTEN, TRAINED = 6, 12
 
 
-class FinishedWeights(Journal):
-    """A journal of files in the native format, whose weights are mapped."""
+class FinishedWeights(SharedJournal):
+    """A journal of files in the native format."""
 
     ending = "safetensors"
-
-    def __init__(self, *of: Any, team: RankGroup) -> None:
-        self.team = team
-        super().__init__(*of)
-
-    def claim(self, key: dict[str, Any]) -> None:
-        self.team.first(lambda: super(FinishedWeights, self).claim(key))
-        self.team.step(lambda: super(FinishedWeights, self).claim(key))
-
-    def found(self) -> list[str]:
-        return self.team.first(lambda: super(FinishedWeights, self).found())  # type: ignore[no-any-return]
 
     def read_file(self, path: Path) -> dict[str, Any]:
         """name -> weight, SQNR, error, note."""
@@ -86,14 +75,6 @@ class FinishedWeights(Journal):
         path.unlink(missing_ok=True)  # what a killed run left of it
         some = items({name: weight for name, (weight, *_) in solved.items()})
         write_shard(str(path), some, metadata_of(some, {SOLVED: json.dumps(about)}))
-
-    def flush(self) -> None:
-        """Write the weights added since the last flush, and map those of all ranks."""
-        mark = f"-{self.team.rank}" if self.team.size > 1 else ""
-        for name in self.team.step(lambda: self.write_fresh(mark)):
-            if name:
-                self.done |= self.read_file(self.folder / name)
-        self.files += 1
 
 
 class FilesPipeline(Pipeline):
@@ -189,11 +170,7 @@ class FilesPipeline(Pipeline):
         return copy.deepcopy(self.model, shared)  # type: ignore[arg-type]
 
     def share(self, todo: Plan) -> SharedWork:
-        """The largest weights first, by the cost of a solve: rows times columns squared. A table that is looked up too
-        is compared with the model as it is then."""
-        cost = {row.name: float(math.prod(row.shape)) * max(row.shape) for row in todo.active}
-        tables = frozenset(row.name for row in todo.active if "embedding" in row.ops and len(row.ops) > 1)
-        return SharedWork(self.team.rank, self.team.size, cost, tables, lambda: self.team.step(lambda: None))
+        return SharedWork.of(self.team, todo.active)
 
     def place(self, row: PlanRow, out: Row, solved: Solved) -> None:
         """A weight of an interrupted run comes as the file has it, and is packed as a new one is."""
@@ -291,29 +268,39 @@ def quantize_with_data(
             if not dry_run:
                 chosen, left_out, _ = resolve_arguments(config, skip, on_indivisible)
                 method = quantization_config(chosen, None if callable(left_out) else left_out or None)
-                team.first(partial(write_folder, model, src, dst, method, max_shard_bytes, tied=tied))
+                team.first(partial(write_folder, model, src, dst, method, max_shard_bytes, tied=tied, state=folder))
                 del model  # some systems do not remove files that are mapped
     return report
 
 
 def write_folder(
     model: nn.Module, src: str, dst: str, method: dict[str, Any], max_shard_bytes: int, *, tied: bool,
-    finish: Callable[[str], None] | None = None,
+    finish: Callable[[str], None] | None = None, state: str | None = None,
 ) -> None:  # fmt: skip
     """Write a model with the side files of the folder that it was read from, and put both in place of ``dst``.
 
     method  the "quantization_config" of config.json
     tied    :func:`is_tied` of the model before it was quantized: a rewrite may untie it
     finish  called with the folder before it is put in place
+    state   the folder of :func:`kept_state`
     """
     with replacing(dst) as made:
         save(model, made, max_shard_bytes=max_shard_bytes)
         copy_side_files(src, made, method, untied=tied and not is_tied(model))
         if finish is not None:
             finish(made)
+        if state is not None:
+            Path(state, WRITTEN).touch()
+
+
+def is_written(dst: str) -> bool:
+    """Whether a run was killed when its result was complete: it may be in place, and the same run may replace it."""
+    return os.path.exists(os.path.join(dst, STATE, WRITTEN))
 
 
 def _check_empty(dst: str) -> None:
+    if is_written(dst):
+        return
     there = sorted(set(os.listdir(dst)) - {STATE}) if os.path.isdir(dst) else []
     if there or os.path.isfile(dst):
         found = f"contains {', '.join(there[:3])}" if there else "is a file"
@@ -358,7 +345,7 @@ def _begin(out_dir: str, folder: str, resume: bool, lock: ExitStack) -> bool:
     os.makedirs(folder, exist_ok=True)
     lock.enter_context(folder_lock(folder, patience=0))
     for entry in Path(folder).iterdir():
-        finished = entry.name in (KEY, SearchJournal.key_file) or (
+        finished = entry.name in (KEY, SearchJournal.key_file, WRITTEN) or (
             entry.name.startswith(PREFIX) and entry.suffix != ".part"
         )
         if resume and finished:

@@ -8,14 +8,13 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
+from ..distributed.rank_group import RankGroup
 from ..support.progress import Callback
 from ..support.version import __version__
 from .atomic_write import (
@@ -35,82 +34,6 @@ from .saving import write_shard
 from .state_dict import Item, metadata_of
 from .streaming import QuantizationNoise
 from .strict_json import parse
-
-
-class RankGroup:
-    """The ranks of torch.distributed, or just this process."""
-
-    def __init__(self, folder: str, together: bool) -> None:
-        if together and not (dist.is_available() and dist.is_initialized()):
-            raise ValueError(
-                "ranks=True needs torch.distributed: start the program with torchrun and call init_process_group"
-            )
-        self.folder, self.stopped = folder, False
-        self.size = dist.get_world_size() if together else 1
-        self.rank = dist.get_rank() if together else 0
-
-    def step(self, work: Callable[[], Any]) -> list[Any]:
-        """Run ``work`` on each rank; returns the results of all ranks.
-
-        Raises this rank's own error, or a CheckpointError that names the rank that failed or is gone. No rank waits for
-        a stopped one: afterwards ``stopped`` is true, and there must be no further step.
-        """
-        if self.size == 1:
-            return [work()]
-        self.stopped = True  # unless all succeed
-        result: tuple[Any, str | None] = (None, None)
-        failed: BaseException | None = None
-        try:
-            result = (work(), None)
-        except Exception as error:
-            failed, result = error, (None, f"{type(error).__name__}: {error}")
-        results: list[Any] = [None] * self.size
-        try:
-            dist.all_gather_object(results, result)
-        except RuntimeError as error:
-            if failed is not None:
-                raise failed from None
-            raise CheckpointError(
-                self.folder, None,
-                f"rank {self.rank} lost another rank ({str(error).splitlines()[0][:120]}); nothing was put in place, "
-                "finished files stay; rerun the same command to resume",
-            ) from error  # fmt: skip
-        if failed is not None:
-            raise failed
-        for rank, (_, error_) in enumerate(results):
-            if error_ is not None:
-                raise CheckpointError(self.folder, None, f"rank {rank} failed: {error_}")
-        self.stopped = False
-        return [value for value, _ in results]
-
-    def first(self, work: Callable[[], Any]) -> Any:
-        """Run ``work`` on rank 0 only; returns its result on every rank."""
-        return self.step(lambda: work() if self.rank == 0 else None)[0]
-
-    @contextmanager
-    def share_errors(self) -> Iterator[None]:
-        """Tell the other ranks of an error outside of a step, which they wait in. Reraises it."""
-        try:
-            yield
-        except Exception as error:
-            if self.size > 1 and not self.stopped:
-                failed = error
-
-                def fail() -> None:
-                    raise failed
-
-                self.step(fail)
-            raise
-
-    def same(self, what: str, own: str) -> None:
-        """Raise CheckpointError on every rank if a value differs between ranks."""
-        if any(other != own for other in self.step(lambda: own)):
-            raise CheckpointError(
-                self.folder,
-                None,
-                f"ranks differ in {what}; use the same source, config and release on all ranks, and a shared disk",
-            )
-
 
 _MAX_BYTES = 64 << 20
 _HEAD_BYTES = 1 << 20  # bytes read from each source file: its header or most of it

@@ -1,6 +1,9 @@
-"""The exceptions for arguments, of a wrong type or with values that do not fit, and the reason for what is not done."""
+"""The exceptions for arguments, of a wrong type or with values that do not fit, for checkpoints, and for what is not
+done."""
 
 from __future__ import annotations
+
+import os
 
 
 class ArgumentError(ValueError, RuntimeError):
@@ -24,3 +27,23 @@ class ArgumentTypeError(TypeError, ValueError):
 
     Also a ValueError, so that code that catches ValueError around a call sees every invalid argument.
     """
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is invalid or cannot be written. Nothing is loaded or written in part.
+
+    path: the file; tensor: the invalid tensor, or None if the file itself is invalid; reason: what is wrong and what
+    was expected. Readers raise no other exception.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, tensor: str | None, reason: str) -> None:
+        self.path = None if path is None else os.fspath(path)
+        self.tensor = tensor
+        self.reason = reason
+        super().__init__(self.path, tensor, reason)
+
+    def __str__(self) -> str:
+        # a name from a file may be long or hold control characters: escape and truncate it
+        name = None if self.tensor is None else self.tensor if self.tensor.isprintable() else ascii(self.tensor)
+        name = name if name is None or len(name) <= 200 else f"{name[:200]}..."
+        return ": ".join(part for part in (self.path or "checkpoint", name, self.reason) if part)

@@ -62,6 +62,26 @@ def test_weights_that_stay_in_files(run: Any, writer: Path, text: Path, tmp_path
     assert snapshot(tmp_path / "two") == snapshot(tmp_path / "whole")
 
 
+def test_a_budget_over_ranks(
+    run: Any, writer: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text.write_text(text.read_text() * 4)
+    budget = ("--budget", "5 bpw", "--calibration", text, "--algorithm", "gptq", "--skip", "lm_head")
+    with monkeypatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        patch.setenv("RANK", "0")
+        refused = run("quantize", writer, tmp_path / "refused", *budget)
+    assert "processes then share the weights of each block, and the trials of the search" in refused.stderr
+    limits = (*budget, "--max-memory", "1GB", "--save-config")
+    assert run("quantize", writer, tmp_path / "one", *limits, tmp_path / "one.yaml").exit_code == 0
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pennyweight"]
+    two = forked.run([*torchrun, "quantize", writer, tmp_path / "two", *limits, tmp_path / "two.yaml"])
+    assert two.returncode == 0, two.stderr
+    assert two.stderr.count("bits per weight") == 1
+    assert snapshot(tmp_path / "two") == snapshot(tmp_path / "one")
+    assert (tmp_path / "two.yaml").read_bytes() == (tmp_path / "one.yaml").read_bytes()
+
+
 def test_a_budget_and_a_gate(run: Any, writer: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     text.write_text(text.read_text() * 8)
@@ -95,29 +115,56 @@ def test_a_budget_for_weights_that_stay_in_files(
     assert not out.exists()
     measured: list[str] = []
     module = import_module("pennyweight.algorithms.mixed_precision.sensitivity")
-    measure = module._Chain.measure
+    measure = module.Chain.measure
 
-    def measuring(self: Any, b: int, trials: Any, until: int) -> Any:
+    def measuring(self: Any, b: int, values: Any, until: int) -> Any:
         if len(measured) == until:
             raise KeyboardInterrupt
-        measured.extend(trials)
-        return measure(self, b, trials)
+        measured.extend(dict.fromkeys(value.name for value in values))
+        return measure(self, b, values)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module._Chain, "measure", lambda *a: measuring(*a, until=7))
+        patch.setattr(module.Chain, "measure", lambda *a: measuring(*a, until=7))
         stopped = run("quantize", writer, out, *arguments, *low)
     assert stopped.exit_code == 130
     assert "run the same command again to resume" in stopped.stderr
     with pytest.MonkeyPatch.context() as patch:  # the search goes on, and the second run stops later
-        patch.setattr(module._Chain, "measure", lambda *a: measuring(*a, until=-1))
+        patch.setattr(module.Chain, "measure", lambda *a: measuring(*a, until=-1))
         solving(patch, until=3)
         assert run("quantize", writer, out, *arguments, *low).exit_code == 130
     assert len(measured) == len(set(measured))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module._Chain, "measure", None)
+        patch.setattr(module.Chain, "measure", None)
         result = run("quantize", writer, out, *arguments, *low)
     assert result.exit_code == 0, result.stderr
     assert snapshot(out) == snapshot(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("memory", [(), ("--max-memory", "1GB")])
+def test_a_dry_run_of_a_budget_does_not_search(
+    memory: Any, run: Any, writer: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text.write_text(text.read_text() * 8)
+    monkeypatch.setattr("pennyweight.cli.quantize_in_memory.LENGTH", 32)
+    monkeypatch.setattr("pennyweight.algorithms.search", None)
+    arguments = ("--budget", "4.5 bpw", "--calibration", text, "--algorithm", "gptq", "--skip", "lm_head", "--dry-run")
+    result = run("quantize", writer, tmp_path / "out", *arguments, *memory, "--json", "-")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    note, search, used, quantizing, more = report["notes"][:5]
+    assert note.endswith("the largest candidate within the budget; the search chooses for each")
+    assert search.startswith("search, 14 weights under 5 candidates: about ")
+    assert "from the block of the weight on, by the time of one: " in search
+    assert used.startswith("memory of the search")
+    assert quantizing.startswith("calibration with ")
+    assert more.startswith("memory")
+    assert ("2 processes" in search) is ("2 processes" in quantizing) is bool(memory)
+    rows = [row for row in report["rows"] if row["scheme"]]
+    assert len(rows) == 14
+    assert all("int4" in row["scheme"] for row in rows)
+    assert not (tmp_path / "out").exists()
+    refused = run("quantize", writer, tmp_path / "out", *arguments, "--save-config", tmp_path / "found.yaml")
+    assert "--save-config writes the config that --budget finds; leave it out, or --dry-run" in refused.stderr
 
 
 def test_a_budget_of_time(run: Any, writer: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +177,7 @@ def test_a_budget_of_time(run: Any, writer: Path, text: Path, tmp_path: Path, mo
     def layer(row: Any, w: Any, rows: tuple[int, ...], limit: Any) -> tuple[Latency, ...]:
         return tuple(Latency(m, 20_000.0, 20_000.0 / (16 - w.spec.format.bits)) for m in rows)
 
-    module = import_module("pennyweight.algorithms.mixed_precision.search")  # its name in the package is the function's
+    module = import_module("pennyweight.algorithms.mixed_precision.candidates")
     monkeypatch.setattr(module, "CallTimer", lambda: CallTimer(call, layer))
     for name in ("CANDIDATES", "FASTEST"):
         monkeypatch.setattr(module, name, getattr(module, name)[2:3])

@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
 import pennyweight as pw
+from pennyweight.distributed.rank_group import RankGroup
 from pennyweight.io.calibrated_streaming import STATE
 from tests.distributed.group import METHOD, refuses, spawn
 
@@ -101,7 +102,7 @@ def killed(rank: int, meet: str, src: str, dst: str, at: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
     count = 0
-    step = pw.io.resumable_write.RankGroup.step
+    step = RankGroup.step
 
     def counted(self: Any, work: Any) -> Any:
         nonlocal count
@@ -110,7 +111,7 @@ def killed(rank: int, meet: str, src: str, dst: str, at: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return step(self, work)
 
-    pw.io.resumable_write.RankGroup.step = counted  # type: ignore[method-assign]
+    RankGroup.step = counted  # type: ignore[method-assign]
     try:
         run(src, dst, "gptq", ranks=True)
     except pw.CheckpointError as error:
@@ -128,7 +129,7 @@ def test_a_rank_that_dies_stops_the_others(tmp_path: Path) -> None:
     while any(p.is_alive() for p in both.processes):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert "lost another rank" in Path(f"{out}.error").read_text()
+    assert "lost rank 1" in Path(f"{out}.error").read_text()
     assert list((out / STATE).glob("solved-*.safetensors"))
     run(src, out, "gptq")  # one process continues what two began
     assert snapshot(out) == snapshot(tmp_path / "whole")

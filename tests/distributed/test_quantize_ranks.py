@@ -104,7 +104,7 @@ def test_a_rank_that_dies_leaves_no_checkpoint_and_the_job_goes_on(tmp_path: Pat
     src, dst = source(tmp_path / "src"), tmp_path / "out"
     convert(src, tmp_path / "one")
     first, second = on_ranks(2, src, dst, "dies")
-    assert "rank 0 lost another rank" in first
+    assert "rank 0 lost rank 1" in first
     assert "rerun the same command to resume" in first
     assert second == ""
     left = snapshot(dst)

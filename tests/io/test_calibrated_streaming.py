@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import pennyweight as pw
 from pennyweight.algorithms.calibration import disk_offload
 from pennyweight.algorithms.solvers.gptq import GPTAQ, GPTQ
+from pennyweight.io import calibrated_streaming
 from pennyweight.io.atomic_write import folder_lock
 from pennyweight.io.calibrated_streaming import STATE, quantize_mapped
 from pennyweight.io.meta_model import fresh_model
@@ -184,6 +186,35 @@ def test_killed_and_resumed(folders: dict[str, Path], tmp_path: Path) -> None:
     assert sorted(os.listdir(out)) == sorted(os.listdir(want))
 
 
+def test_killed_when_the_result_is_in_place(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(**more: Any) -> None:
+        how = {"calibration": batches(), "algorithm": "gptq"} | more
+        pw.quantize_checkpoint(folders["llama"], tmp_path / "out", CONFIG, **how)
+
+    remove = shutil.rmtree
+
+    def killed(path: Any, **how: Any) -> None:
+        if Path(path).name == STATE:
+            raise KeyboardInterrupt
+        remove(path, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calibrated_streaming.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir() if p.is_file()}
+    assert "model.safetensors" in before
+    assert (tmp_path / "out" / STATE).exists()
+    with pytest.raises(PlanError, match="is of another run: recipe differ"):
+        run(algorithm="imatrix")
+    run()
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
+    with pytest.raises(pw.CheckpointError, match="choose a new or empty folder"):
+        run()
+
+
 def test_a_second_run_waits_for_none_and_leftovers_go(folders: dict[str, Path], tmp_path: Path) -> None:
     state = tmp_path / STATE
     state.mkdir()
@@ -260,8 +291,8 @@ def test_a_dry_run_says_what_the_calibration_will_take(folders: dict[str, Path],
         r"4 processes T".replace("T", r"\S+ [mµ]?s"),
         time,
     )
-    # two statistics of 96 inputs (down_proj) and of 64, which q, k and v share, and gate and up; hidden states in
-    # bfloat16, quantized and float
+    # two statistics of 96 inputs (down_proj) and of 64 (of attention, its output, and MLP: weights with equal inputs
+    # share them); hidden states in bfloat16, quantized and float
     statistics = 2 * 4 * (96**2 + 3 * 64**2)
     hidden = 2 * 2 * 2 * 36 * 64 * 2
     finished = sum(row.bytes_after for row in run().quantized)

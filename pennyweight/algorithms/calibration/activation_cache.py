@@ -16,6 +16,7 @@ from .disk_offload import offloaded
 from .float32_products import products_in_float32, run_batch
 
 Rest = Callable[[int, int], tuple[Any, dict[str, Any]]]  # (batch, block) -> further arguments
+STATES, SHARED_STATES = "states-", "hidden-"  # beginnings of the names of folders: of one process, of all ranks
 _BY_NAME = "pennyweight: hidden states by name"
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...core.tensor import AffineQuantizedTensor
 
+MAPPED = "mapped-"  # the beginning of the name that a file has until it is mapped
 SMALL = 1 << 16  # bytes: a smaller tensor stays in memory, because every file takes pages and an entry of the kernel
 _FOLDER: ContextVar[Path | None] = ContextVar("folder of offloaded tensors", default=None)
 
@@ -67,7 +68,7 @@ def offload_weights_(model: nn.Module) -> None:
 
 def _mapped(folder: Path, count: int) -> Tensor:
     """uint8 [count] in a file that has no name, so that it goes with its last tensor, also if the process is killed."""
-    handle, path = tempfile.mkstemp(dir=folder, prefix="mapped-")
+    handle, path = tempfile.mkstemp(dir=folder, prefix=MAPPED)
     try:
         try:
             _reserve(handle, count)

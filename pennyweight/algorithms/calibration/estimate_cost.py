@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -116,16 +116,19 @@ def room_beside(todo: Plan, solver: Solver, max_memory: float, more: int = 0) ->
     return max_memory - needed
 
 
-def estimate_cost(model: nn.Module, todo: Plan, recipe: Recipe, batches: Sequence[Any]) -> CalibrationCost:
+def estimate_cost(
+    model: nn.Module, todo: Plan, recipe: Recipe, batches: Sequence[Any], optional: bool = True
+) -> CalibrationCost:
     """Measure one run of the model on the first batch, one update of each statistic of each shape, and trial solutions
     of random weights, the smallest shapes first, for SECONDS; larger shapes are taken in proportion to the operations.
 
-    Changes nothing, torch's random state included. Time and memory of rewrites and tuners are not estimated.
+    Changes nothing, torch's random state included. Time and memory of rewrites and tuners are not estimated. A weight
+    with several rows in the plan is solved for each of them. optional: as for :func:`~..solve.stages`.
     """
     weights = {row.name: row for row in todo.active if row.call is None and row.tensor is not None}
     ids = {id(row.tensor): name for name, row in weights.items()}
     batch, solver = batches[0], recipe.solver
-    several = sum(map(_extent, batches)) / max(1, _extent(batch))  # all batches, in units of the first
+    several = sum(map(extent, batches)) / max(1, extent(batch))  # all batches, in units of the first
     inputs = _Inputs({}, {})
     with inference_mode(model):
         begin = time.perf_counter()
@@ -133,7 +136,7 @@ def estimate_cost(model: nn.Module, todo: Plan, recipe: Recipe, batches: Sequenc
             segments = calibration_segments(model, ids, batch)
         once = time.perf_counter() - begin
         hidden = max((_hidden_bytes(model, batch, s) for s in segments if s.blocks), default=0)
-    names = (*solver.needs, *solver.wants) if solver.needs else ()
+    names = (*solver.needs, *(solver.wants if optional else ())) if solver.needs else ()
     single = tuple(name for name in names if not STATISTICS[name].paired)
     paired = names != single
     runs = _runs(model, segments, len(batches), paired) if names else _Runs(0.0, 0.0)
@@ -150,7 +153,7 @@ def estimate_cost(model: nn.Module, todo: Plan, recipe: Recipe, batches: Sequenc
         once * (several * runs.inputs + 2 * bool(names)),  # two to find the blocks, and how they are called
         once * several * runs.outputs,
         several * sum(updates[shape] for shape in shapes),
-        _solving(weights, solver, inputs),
+        _solving(todo.active, solver, inputs),
         max((_statistics_bytes(kinds, inputs, block) for kinds, block in blocks), default=0),
         math.ceil(hidden * several) * (2 if paired else 1) if names else 0,
         tuple(step.name for step in (*recipe.rewrites, *recipe.tuners)),
@@ -173,7 +176,7 @@ class _Inputs(NamedTuple):
         return groups, self.tokens[name], width
 
 
-def _extent(batch: Any) -> int:
+def extent(batch: Any) -> int:
     """Tokens of a batch, or what else the first two axes of its first tensor are; padding counts, as it is computed."""
     leaves = tree_leaves(dict(batch) if hasattr(batch, "keys") else batch)
     return next((math.prod(leaf.shape[:2]) for leaf in leaves if isinstance(leaf, Tensor)), 0)
@@ -222,7 +225,7 @@ def _random(shape: Sequence[int], device: torch.device) -> Tensor:
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu").to(device)
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
     begin = time.perf_counter()
     run()
     if device.type != "cpu":
@@ -243,7 +246,7 @@ def _updated(names: Sequence[str], shape: tuple[int, int, int], device: torch.de
             s = STATISTICS[name]
             states[name] = s.update(states[name], *((x, x) if s.paired else (x,)))
 
-    return states, _seconds(update, device)
+    return states, seconds_of(update, device)
 
 
 def _statistics_bytes(names: Sequence[str], inputs: _Inputs, block: Sequence[str]) -> int:
@@ -263,14 +266,14 @@ class _Kind:
     count: int = 0
 
 
-def _solving(weights: Mapping[str, PlanRow], solver: Solver, inputs: _Inputs) -> float:
-    """Seconds of the solver for all weights. Those without the data that it needs are rounded to nearest, and take none
+def _solving(rows: Sequence[PlanRow], solver: Solver, inputs: _Inputs) -> float:
+    """Seconds of the solver for all rows. Those without the data that it needs are rounded to nearest, and take none
     to speak of."""
     kinds: dict[Any, _Kind] = {}
-    for name, row in weights.items():
-        if solver.needs and name not in inputs.widths:
+    for row in rows:
+        if row.call is not None or row.tensor is None or (solver.needs and row.name not in inputs.widths):
             continue
-        groups, width = inputs.widths.get(name, (1, 1))
+        groups, width = inputs.widths.get(row.name, (1, 1))
         elements = float(math.prod(row.shape))
         operations = elements * width + groups * width**3 if "hessian" in solver.needs else elements
         key = (row.shape, row.scheme, row.layout, groups, width)
@@ -299,4 +302,4 @@ def _trial(kind: _Kind, solver: Solver) -> float:
     if "hessian" in seen.stats:  # positive definite, as one of enough tokens
         diagonal = seen.stats["hessian"].diagonal(dim1=-2, dim2=-1)
         diagonal.add_(0.1 * diagonal.mean())
-    return _seconds(lambda: solve_weight(x, scheme, row.name, row.layout, site.op, solver, seen), device)
+    return seconds_of(lambda: solve_weight(x, scheme, row.name, row.layout, site.op, solver, seen), device)

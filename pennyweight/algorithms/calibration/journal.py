@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...core.tensor import AffineQuantizedTensor
+from ...distributed.rank_group import RankGroup
 from ...planning.config_resolution import PlanError
 from ...planning.plan import Plan
+from .activation_cache import SHARED_STATES, STATES
+from .disk_offload import MAPPED
 
 _LOG = logging.getLogger(__name__)
 KEY = "calibration.json"
 PREFIX, DIGITS = "solved-", 5  # of a file of finished weights, and of its number
+PART = ".part"  # the ending of one that is being written
+TEMPORARY = (STATES, SHARED_STATES, MAPPED)
 
 
 class Journal:
@@ -100,8 +106,50 @@ class Journal:
         return name
 
 
+class SharedJournal(Journal):
+    """A journal of results that are mapped from their files, written by one process or by several ranks that see the
+    folder. Every rank makes it and calls :meth:`flush` in the same order; an error of one is raised on all."""
+
+    def __init__(self, *of: Any, team: RankGroup | None = None) -> None:
+        self.team, self.written = team or RankGroup(), []  # type: ignore[var-annotated]
+        super().__init__(*of)
+
+    def claim(self, key: dict[str, Any]) -> None:
+        self.team.first(lambda: super(SharedJournal, self).claim(key))
+        self.team.step(lambda: super(SharedJournal, self).claim(key))
+
+    def found(self) -> list[str]:
+        return self.team.first(lambda: super(SharedJournal, self).found())  # type: ignore[no-any-return]
+
+    def write(self) -> None:
+        """Write a file of what was added since the last one; other ranks get it with :meth:`flush`."""
+        name = self.write_fresh(f"-{self.team.rank}" if self.team.size > 1 else "")
+        if name:
+            self.written.append(name)
+            self.files += 1
+
+    def flush(self) -> None:
+        """Write what was added since the last file, and map what all ranks have written since the last flush."""
+
+        def write() -> list[str]:
+            self.write()
+            names, self.written = self.written, []
+            return names
+
+        for names in self.team.step(write):
+            for name in names:
+                self.done |= self.read_file(self.folder / name)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a killed run has left in its folder and cannot use: hidden states and unfinished files."""
+    for entry in folder.iterdir():
+        if entry.name.startswith(TEMPORARY) or (entry.name.startswith(PREFIX) and entry.suffix == PART):
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
 def _write(path: Path, write: Any) -> None:
-    part = path.with_name(f"{path.name}.part")
+    part = path.with_name(f"{path.name}{PART}")
     write(part)
     with part.open("rb+") as f:
         os.fsync(f.fileno())

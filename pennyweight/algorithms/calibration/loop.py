@@ -3,6 +3,7 @@ before it."""
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -14,11 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from ...distributed import all_reduce
+from ...distributed.rank_group import RankGroup
 from ...planning.config_resolution import PlanError
+from ...planning.plan import PlanRow
 from ...planning.quantize_report import nbytes_of, size
 from ...planning.run_batch import token_mask
 from ...support.progress import step
-from .activation_cache import ActivationCache, Rest, advance_block, capture_block_inputs, run_block
+from .activation_cache import (
+    SHARED_STATES,
+    STATES,
+    ActivationCache,
+    Rest,
+    advance_block,
+    capture_block_inputs,
+    run_block,
+)
 from .batches import Batches, held_out
 from .block_order import CalibrationSegment, calibration_segments, inference_mode
 from .float32_products import run_batch
@@ -62,6 +73,14 @@ class SharedWork:
     cost: Mapping[str, float] = field(default_factory=dict)
     together: Set[str] = frozenset()
     wait: Callable[[], object] = lambda: None
+
+    @classmethod
+    def of(cls, team: RankGroup, rows: Sequence[PlanRow]) -> SharedWork:
+        """That of planned weights. A solve costs rows times columns squared; a table that is looked up too is compared
+        with the model as it is then."""
+        cost = {row.name: float(math.prod(row.shape)) * max(row.shape) for row in rows}
+        tables = frozenset(row.name for row in rows if "embedding" in row.ops and len(row.ops) > 1)
+        return cls(team.rank, team.size, cost, tables, lambda: team.step(lambda: None))
 
     def batches(self, count: int) -> range:
         """Indices of the batches whose hidden states this rank computes."""
@@ -144,7 +163,7 @@ class CalibrationLoop:
 
     def _chain(self, segment: CalibrationSegment) -> Iterator[Stage]:
         several, count = self.share.size > 1, range(len(self.batches))
-        with tempfile.TemporaryDirectory(dir=self.spill) as folder:
+        with tempfile.TemporaryDirectory(dir=self.spill, prefix=STATES) as folder:
             place = None if self.spill is None else Path(folder)
             own = self.share.batches(len(self.batches))
             hidden = ActivationCache(
@@ -176,7 +195,7 @@ class CalibrationLoop:
     def _shared_folder(self, segment: CalibrationSegment) -> Path:
         """For hidden states that ranks read from each other."""
         assert self.spill is not None
-        folder = Path(self.spill) / f"hidden-{segment.blocks[0][0]}"
+        folder = Path(self.spill) / f"{SHARED_STATES}{segment.blocks[0][0]}"
         folder.mkdir(exist_ok=True)
         return folder
 

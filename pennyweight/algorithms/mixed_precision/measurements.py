@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ..calibration.disk_offload import offloaded
-from ..calibration.journal import Journal
+from ..calibration.journal import SharedJournal
 
 WEIGHTS, LOSSES = "weights", "losses"  # of one parameter under each candidate
 
 
-class SearchJournal(Journal):
-    """A journal whose weights are mapped, written with each result."""
+class SearchJournal(SharedJournal):
+    """A journal that is written with each result."""
 
     ending, key_file = "search", "search.json"
 
@@ -24,9 +24,7 @@ class SearchJournal(Journal):
 
     def put(self, name: str, solved: Any) -> None:
         super().put(name, solved)
-        file = self.write_fresh()
-        self.files += 1
-        self.done |= self.read_file(self.folder / file)
+        self.write()
 
 
 class Measurements:
@@ -51,3 +49,8 @@ class Measurements:
             self.done[key] = [offloaded(v) if isinstance(v, Tensor) else v for v in values]
         else:
             self.journal.put(key, values)
+
+    def flush(self) -> None:
+        """After this, :meth:`get` has what was put on any rank. Called by all of them."""
+        if self.journal is not None:
+            self.journal.flush()

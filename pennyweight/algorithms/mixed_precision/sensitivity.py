@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,15 +14,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from ...distributed.rank_group import RankGroup
 from ...planning.parameters import Place
 from ..calibration.activation_cache import (
+    STATES,
     ActivationCache,
     advance_block,
     capture_block_inputs,
     other_arguments,
     run_block,
 )
-from ..calibration.block_order import calibration_segments, hidden_argument, inference_mode, same_values
+from ..calibration.block_order import (
+    CalibrationSegment,
+    calibration_segments,
+    hidden_argument,
+    inference_mode,
+    same_values,
+)
+from ..calibration.estimate_cost import seconds_of
 from ..calibration.float32_products import run_batch
 from ..tuners import losses
 
@@ -33,19 +43,28 @@ class Trials(NamedTuple):
     values: Sequence[Callable[[], Tensor]]
 
 
+class Value(NamedTuple):
+    """One value of one weight."""
+
+    name: str
+    places: Sequence[Place]
+    make: Callable[[], Tensor]
+
+
 class Sensitivities:
     """Measures the mean divergence on ``batches`` from the model's own outputs.
 
     folder   for the model's hidden states; None: in memory
     room     bytes for hidden states of replaced weights; None: those of one value on all batches
+    team     ranks that have the same model and data: each measures some values, and all get all divergences
     """
 
     def __init__(
         self, model: nn.Module, batches: Sequence[Any], measure: losses.Divergence, folder: Path | None = None,
-        room: float | None = None,
+        room: float | None = None, team: RankGroup | None = None,
     ) -> None:  # fmt: skip
         self.model, self.batches, self.measure = model, batches, measure
-        self.folder, self.room = folder, room
+        self.folder, self.room, self.team = folder, room, team or RankGroup()
         self.expected = losses.references(model, batches)
 
     def whole(self, places: Mapping[str, Sequence[Place]], weights: Mapping[str, Tensor]) -> float:
@@ -62,24 +81,44 @@ class Sensitivities:
         """
         left = dict(trials)
         with inference_mode(self.model):
-            tensors = {id(some.places[0].get()): name for name, some in trials.items()}
-            segments = calibration_segments(self.model, tensors, self.batches[0]) if trials else []
-            for segment in [segment for segment in segments if segment.blocks]:
-                with nullcontext() if self.folder is None else tempfile.TemporaryDirectory(dir=self.folder) as place:
-                    chain = _Chain(self, [block for _, block in segment.blocks], place)
-                    if not chain.holds():
-                        continue
-                    for b, names in enumerate(segment.sites[: segment.last + 1]):
-                        if names:
-                            found = chain.measure(b, {name: left.pop(name) for name in names})
-                            yield from zip(names, found, strict=True)
-                        if b < segment.last:
-                            chain.advance(b)
-        for name, (places, values) in left.items():
-            yield name, [self.whole({name: places}, {name: make()}) for make in values]
+            for segment, chain in self.chains({name: some.places for name, some in trials.items()}):
+                for b, names in enumerate(segment.sites[: segment.last + 1]):
+                    if names:
+                        yield from self._shared({name: left.pop(name) for name in names}, partial(chain.measure, b))
+                    if b < segment.last:
+                        chain.advance(b)
+        names = list(left)
+        for start in range(0, len(names), self.team.size):  # as many weights as ranks: each has as many values
+            some = names[start : start + self.team.size]
+            yield from self._shared({name: left[name] for name in some}, self._whole_runs)
+
+    def chains(self, places: Mapping[str, Sequence[Place]]) -> Iterator[tuple[CalibrationSegment, Chain]]:
+        """The chains of blocks with these weights whose blocks can be run alone, on stored hidden states."""
+        tensors = {id(some[0].get()): name for name, some in places.items()}
+        segments = calibration_segments(self.model, tensors, self.batches[0]) if places else []
+        for segment in [segment for segment in segments if segment.blocks]:
+            kept = nullcontext() if self.folder is None else tempfile.TemporaryDirectory(dir=self.folder, prefix=STATES)
+            with kept as place:
+                chain = Chain(self, [block for _, block in segment.blocks], place)
+                if all(self.team.step(chain.holds)):
+                    yield segment, chain
+
+    def _shared(
+        self, trials: Mapping[str, Trials], measure: Callable[[Sequence[Value]], list[float]]
+    ) -> Iterator[tuple[str, list[float]]]:
+        """(name, divergence for each value) of each weight: each rank measures every ``size``-th value."""
+        values = [Value(name, some.places, make) for name, some in trials.items() for make in some.values]
+        rank, size = self.team.rank, self.team.size
+        found = self.team.step(lambda: measure(values[rank::size]))
+        divergences = iter([found[v % size][v // size] for v in range(len(values))])
+        for name, some in trials.items():
+            yield name, [next(divergences) for _ in some.values]
+
+    def _whole_runs(self, values: Sequence[Value]) -> list[float]:
+        return [self.whole({name: places}, {name: make()}) for name, places, make in values]
 
 
-class _Chain:
+class Chain:
     """A chain of blocks in a model, run on stored hidden states of the float model."""
 
     def __init__(self, of: Sensitivities, blocks: Sequence[nn.Module], folder: str | None) -> None:
@@ -117,10 +156,9 @@ class _Chain:
     def advance(self, b: int) -> None:
         advance_block(self.hidden, range(len(self.of.batches)), b, self.blocks[b], self.rest)
 
-    def measure(self, b: int, trials: Mapping[str, Trials]) -> list[list[float]]:
+    def measure(self, b: int, values: Sequence[Value]) -> list[float]:
         """The divergences of values of the weights of block b, whose inputs are the stored hidden states."""
         of = self.of
-        values = [(name, some.places, make) for name, some in trials.items() for make in some.values]
         totals = [0.0] * len(values)
         count = range(len(of.batches))
         largest = max(int(self.hidden.get(i).nbytes) for i in count)
@@ -140,8 +178,24 @@ class _Chain:
                 v, i = next(iter(states))
                 out = losses.compared_tensor(self._output(i, states.pop((v, i))))
                 totals[v] += float(of.measure(of.expected[i], out, of.batches[i]))
-        means = iter([total / len(count) for total in totals])
-        return [[next(means) for _ in some.values] for some in trials.values()]
+        return [total / len(count) for total in totals]
+
+    def seconds(self) -> list[float]:
+        """Of each block: the time of a trial of one of its weights on the first batch, from the block on."""
+        device, x, took = self.hidden.get(0).device, self.hidden.get(0), []
+
+        def run(block: nn.Module, b: int) -> None:
+            nonlocal x
+            x = run_block(block, x, self.rest(0, b))
+
+        def compare() -> None:
+            out = losses.compared_tensor(self._output(0, x))
+            float(self.of.measure(self.of.expected[0], out, self.of.batches[0]))
+
+        for b, block in enumerate(self.blocks):
+            took.append(seconds_of(partial(run, block, b), device))
+        end = seconds_of(compare, device)
+        return [sum(took[b:]) + end for b in range(len(took))]
 
     def _output(self, i: int, x: Tensor, calls: list[Any] | None = None) -> Any:
         """The model's output for a batch if the last block returns x. calls: filled with the blocks' arguments."""

@@ -199,6 +199,15 @@ def test_a_stopped_search_goes_on(in_memory: Any, stop: int, tmp_path: Path, mon
         found(resume=tmp_path, algorithm="imatrix")
 
 
+def test_what_a_killed_search_left_is_removed(in_memory: Any, tmp_path: Path) -> None:
+    (tmp_path / "states-killed").mkdir()
+    (tmp_path / "states-killed" / "float-0.pt").write_bytes(b"half")
+    for name in ("solved-00003.search.part", "mapped-killed", "mine.txt"):
+        (tmp_path / name).write_bytes(b"half")
+    assert same(found(resume=tmp_path), in_memory)
+    assert {path.name for path in tmp_path.iterdir() if path.suffix != ".search"} == {"search.json", "mine.txt"}
+
+
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 @pytest.mark.parametrize("keep", [False, True])
 def test_solved_weights_are_in_files(keep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
