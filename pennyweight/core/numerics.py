@@ -239,13 +239,13 @@ def rounding_terms(spec: QuantSpec, p: Params) -> RoundingTerms | None:
     f, mid = spec.format, spec.mid
     if f.kind != "int" or p.scale is None or p.scale.dtype is torch.float64:
         return None
-    zero_point = None if p.zero_point is None else p.zero_point.float()
+    scale, zero_point = p.scale.float(), None if p.zero_point is None else p.zero_point.float()
     if p.offset is None:
-        factor, least, divisor, offset, shift = reciprocal(p.scale), None, None, None, mid
-    else:
-        factor, least, divisor = offset_terms(torch.float32, p.scale, p.offset, mid - f.lo, f.hi - f.lo)
-        least, divisor, offset, shift = least.float(), divisor.float(), p.offset.float(), f.lo
-    return RoundingTerms(factor.float(), p.scale.float(), zero_point, least, divisor, offset, shift, f.lo, f.hi, mid)
+        factor = reciprocal(p.scale).float()
+        return RoundingTerms(factor, scale, zero_point, None, None, None, mid, f.lo, f.hi, mid)
+    terms = offset_terms(torch.float32, p.scale, p.offset, mid - f.lo, f.hi - f.lo)
+    factor, least, divisor = (term.float() for term in terms)
+    return RoundingTerms(factor, scale, zero_point, least, divisor, p.offset.float(), f.lo, f.lo, f.hi, mid)
 
 
 def scaled_values(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
