@@ -44,7 +44,9 @@ def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     assert cost.solved == sum(option.nbytes for options in solved.values() for option in options)
-    largest = (7 + 4 * GPTQ().copies) * 128 * 64 + 12 * 128**2 + max(sum(o.nbytes for o in some) for some in solved.values())
+    largest = (
+        (7 + 4 * GPTQ().copies) * 128 * 64 + 12 * 128**2 + max(sum(o.nbytes for o in some) for some in solved.values())
+    )
     statistics = 4 * (128**2 + 3 * 64**2)  # queries, keys and values have the same inputs; gate and up too
     time, memory = cost.notes(in_files=True)
     assert re.fullmatch(
