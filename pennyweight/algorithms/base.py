@@ -77,7 +77,9 @@ class Solver(CheckedFields):
 
     @property
     def copies(self) -> int:
-        """How many float32 arrays of the size of the rows that are solved at once are in memory, with room to spare."""
+        """For memory limits: how many float32 arrays of the size of the rows that are solved at once are held, with
+        room to spare. At once: ``block_search.CHUNK`` elements; a solver that takes large weights whole needs more.
+        """
         return 8
 
     def solve(self, task: Task) -> Solution:

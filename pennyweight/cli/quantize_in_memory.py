@@ -34,7 +34,7 @@ def write_calibrated(
     or folders, PlanError, CheckpointError, OSError; out_dir is then unchanged except for the state to resume from.
     """
     from ..algorithms import search
-    from ..algorithms.mixed_precision.forecast import forecast
+    from ..algorithms.mixed_precision.estimate_search_cost import estimate_search_cost
     from ..distributed.rank_group import RankGroup
     from ..io.calibrated_streaming import kept_state, quantize_mapped, write_folder
     from ..io.config_files import is_tied, quantization_config
@@ -56,7 +56,7 @@ def write_calibrated(
         chosen, left_out = config, skip
         notes: list[str] = []
         if chosen is None and dry_run:
-            cost, chosen, note = forecast(
+            cost, chosen, note = estimate_search_cost(
                 model, batches or [], budget[0], max_memory or None, skip=skip,
                 example=_example(model, batches or [], budget[1]), for_=engine,
             )  # fmt: skip

@@ -66,6 +66,9 @@ def squared_errors(view: Tensor, spec: QuantSpec, p: Params, weight: Tensor | No
     order (:func:`pairwise_sum`), so that a backend has the same bits.
     """
     shape = view.shape[::2]
+    if not view.numel():
+        return torch.zeros(shape, dtype=torch.float32, device=view.device)
+    # one row of weights serves all rows of blocks
     repeated = weight is not None and view.ndim == 4 and view.shape[1] == 1 and (
         weight.shape[0] == 1 or weight.stride(0) == 0
     )  # fmt: skip

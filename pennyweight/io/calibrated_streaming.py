@@ -290,12 +290,17 @@ def write_folder(
         if finish is not None:
             finish(made)
         if state is not None:
-            Path(state, WRITTEN).touch()
+            Path(state, WRITTEN).write_text(json.dumps(sorted(os.listdir(made))))
 
 
 def is_written(dst: str) -> bool:
-    """Whether a run was killed when its result was complete: it may be in place, and the same run may replace it."""
-    return os.path.exists(os.path.join(dst, STATE, WRITTEN))
+    """Whether a run was killed when its result was complete, and the folder holds nothing but files of that result: the
+    same run may replace them."""
+    try:
+        ours = json.loads(Path(dst, STATE, WRITTEN).read_text())
+    except (OSError, ValueError):  # none was complete, or the list of its files was not
+        return False
+    return set(os.listdir(dst)) - {STATE} <= set(ours)
 
 
 def _check_empty(dst: str) -> None:

@@ -13,6 +13,7 @@ from pennyweight.core.qparams_search import pairwise_sum, shrunk_range, squared_
 from pennyweight.core.spec import QuantSpec
 from pennyweight.kernels.cpu import library
 from tests.algorithms.solvers.test_qparam_grid import SPECS as ROW_SPECS
+from tests.kernels.cpu.instruction_set import instruction_set
 
 F = formats
 SPECS: dict[str, Any] = {
@@ -73,17 +74,10 @@ def test_errors_of_blocks(name: str, isa: str | None, monkeypatch: pytest.Monkey
                 exact = (error if weight is None else error * weight).sum((1, 3))
                 torch.testing.assert_close(want.double(), exact, rtol=1e-5, atol=1e-30)
                 continue
-            before = torch.get_num_threads()
-            torch.set_num_threads(threads)
-            library.use_isa(isa)
-            try:
-                with monkeypatch.context() as patch:
-                    if spec.format.kind == "int":  # no reference to fall back to
-                        patch.setattr(qparams_search, "pairwise_sum", lambda x: None)
-                    found = squared_errors(view, spec, p, weight)
-            finally:
-                library.use_isa("")
-                torch.set_num_threads(before)
+            with instruction_set(isa, threads), monkeypatch.context() as patch:
+                if spec.format.kind == "int":  # no reference to fall back to
+                    patch.setattr(qparams_search, "pairwise_sum", lambda x: None)
+                found = squared_errors(view, spec, p, weight)
             assert torch.equal(want, found)
 
 

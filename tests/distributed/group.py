@@ -1,6 +1,8 @@
 """Processes that speak by gloo, and what they try: one group for many checks, because starting costs seconds."""
 
+import os
 import re
+import signal
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import pennyweight as pw
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.distributed.rank_check import part_tensors
+from pennyweight.distributed.rank_group import RankGroup
 from tests.every.test_configs import CASES as ALL
 from tests.every.test_configs import build as built
 
@@ -96,3 +99,26 @@ def refuses(kind: type[BaseException], words: str, call: Callable[[], Any]) -> N
     """Assert that a call raises, with those words; for use inside a rank."""
     with pytest.raises(kind, match=re.escape(words)):
         call()
+
+
+def run_until_killed(rank: int, meet: str, at: int, error: str, run: Callable[[], object]) -> None:
+    """One of two ranks: ``run``, in which rank 1 is killed at the start of its step number ``at``. What the other is
+    told is written to the file ``error``. Ends the process."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
+    count = 0
+    step = RankGroup.step
+
+    def counted(self: Any, work: Any) -> Any:
+        nonlocal count
+        count += 1
+        if rank == 1 and count == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(self, work)
+
+    RankGroup.step = counted  # type: ignore[method-assign]
+    try:
+        run()
+    except pw.CheckpointError as found:
+        Path(error).write_text(str(found))
+    os._exit(0)

@@ -1,7 +1,5 @@
 """Algorithms on weights in files, shared by ranks: the bytes of one process, for any number of them."""
 
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,8 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
 import pennyweight as pw
-from pennyweight.distributed.rank_group import RankGroup
 from pennyweight.io.calibrated_streaming import STATE
-from tests.distributed.group import METHOD, refuses, spawn
+from tests.distributed.group import METHOD, refuses, run_until_killed, spawn
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
@@ -99,24 +96,7 @@ def test_an_error_of_one_rank_stops_all_and_the_run_continues(tmp_path: Path) ->
 
 
 def killed(rank: int, meet: str, src: str, dst: str, at: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
-    count = 0
-    step = RankGroup.step
-
-    def counted(self: Any, work: Any) -> Any:
-        nonlocal count
-        count += 1
-        if rank == 1 and count == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return step(self, work)
-
-    RankGroup.step = counted  # type: ignore[method-assign]
-    try:
-        run(src, dst, "gptq", ranks=True)
-    except pw.CheckpointError as error:
-        Path(f"{dst}.error").write_text(str(error))
-    os._exit(0)
+    run_until_killed(rank, meet, at, f"{dst}.error", lambda: run(src, dst, "gptq", ranks=True))
 
 
 def test_a_rank_that_dies_stops_the_others(tmp_path: Path) -> None:

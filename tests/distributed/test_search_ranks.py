@@ -1,7 +1,5 @@
 """A search shared by ranks: the losses, the mixture and the files of one process, for any number of them."""
 
-import os
-import signal
 import time
 from importlib import import_module
 from pathlib import Path
@@ -16,9 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import pennyweight as pw
 from pennyweight.algorithms.mixed_precision import sensitivity
 from pennyweight.core.spec import QuantSpec
-from pennyweight.distributed.rank_group import RankGroup
 from tests.algorithms.models import blocks_only, llama, padded_tokens, t5, tokens
-from tests.distributed.group import METHOD, refuses, spawn
+from tests.distributed.group import METHOD, refuses, run_until_killed, spawn
 
 pytest.importorskip("scipy")
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
@@ -120,24 +117,7 @@ def test_an_error_of_one_rank_stops_all_and_the_search_continues(alone: Any, tmp
 
 
 def killed(rank: int, meet: str, folder: str, at: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
-    count = 0
-    step = RankGroup.step
-
-    def counted(self: Any, work: Any) -> Any:
-        nonlocal count
-        count += 1
-        if rank == 1 and count == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return step(self, work)
-
-    RankGroup.step = counted  # type: ignore[method-assign]
-    try:
-        found(folder, ranks=True)
-    except pw.CheckpointError as error:
-        Path(f"{folder}.error").write_text(str(error))
-    os._exit(0)
+    run_until_killed(rank, meet, at, f"{folder}.error", lambda: found(folder, ranks=True))
 
 
 @pytest.mark.parametrize("at", [8, 20])  # while weights are solved, and losses measured

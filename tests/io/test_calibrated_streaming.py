@@ -209,6 +209,12 @@ def test_killed_when_the_result_is_in_place(
     assert (tmp_path / "out" / STATE).exists()
     with pytest.raises(PlanError, match="is of another run: recipe differ"):
         run(algorithm="imatrix")
+    own = tmp_path / "out" / "notes.txt"  # what the run has not written is not replaced
+    own.write_text("mine")
+    with pytest.raises(pw.CheckpointError, match="choose a new or empty folder"):
+        run()
+    assert own.read_text() == "mine"
+    own.unlink()
     run()
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
     with pytest.raises(pw.CheckpointError, match="choose a new or empty folder"):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import pennyweight as pw
-from pennyweight.algorithms import Task
+from pennyweight.algorithms import Task, solve
 from pennyweight.algorithms.solvers import gptq, refinement
 from pennyweight.algorithms.solvers.gptq import (
     AUTO,
@@ -28,6 +28,7 @@ from pennyweight.core.qparams import choose, default_rule
 from pennyweight.core.spec import QuantSpec
 from pennyweight.kernels.cpu import library
 from tests.algorithms.solvers.test_qparam_grid import SPECS as COLUMN_SPECS
+from tests.kernels.cpu.instruction_set import instruction_set
 
 K = 40
 SPECS = {
@@ -85,6 +86,29 @@ def test_feedback_by_hand(spec: QuantSpec, order: bool) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("k", [40, 64, 200])
+def test_panels_of_large_matrices(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Panels of 16 columns, the last one narrower, against LAPACK and whole products."""
+    x = inputs(k)
+    h = x.t() @ x / len(x)
+    weight, drift = torch.randn(5, k), torch.randn(k, k) * 0.01
+    monkeypatch.setattr(gptq, "_PANEL", 16)
+    f = inverse_cholesky(h, 0.01, True)
+    assert f is not None
+    damped = h.double() + 0.01 * h.diagonal().double().mean() * torch.eye(k)
+    inverse = torch.linalg.inv(damped[f.order][:, f.order])
+    torch.testing.assert_close(f.upper.double(), torch.linalg.cholesky(inverse, upper=True), rtol=1e-5, atol=1e-6)
+    lower = damped.clone()
+    assert gptq.cholesky_in_place(lower)
+    torch.testing.assert_close(lower, torch.linalg.cholesky(damped))
+    lower = damped.clone()
+    lower[k - 3, k - 3] = -1  # in the last panel
+    assert not gptq.cholesky_in_place(lower)
+    found = asymmetric_target(weight, drift, f, 0.5)
+    want = weight.double() + 0.5 * weight.double() @ drift.double() @ torch.linalg.inv(damped)
+    torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.skipif(library.available() is not True, reason="no native library")
 @pytest.mark.parametrize("isa", library.isas())
 @pytest.mark.parametrize("name", sorted(COLUMN_SPECS))
@@ -102,17 +126,11 @@ def test_native_code_has_the_bits_of_the_loop(name: str, isa: str, monkeypatch: 
         keep = None if n % 2 else torch.rand(n, k) < 0.7
         f = inverse_cholesky(h, 0.01, k % 64 == 0)
         assert f is not None
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        library.use_isa(isa)
-        try:
+        with instruction_set(isa, threads):
             found = quantize_columns(w, grid, f, keep)
             with monkeypatch.context() as patch:
                 patch.setattr(gptq, "usable", lambda: "off")
                 want = quantize_columns(w, grid, f, keep)
-        finally:
-            library.use_isa("")
-            torch.set_num_threads(before)
         for a, b in zip(want, found, strict=True):
             assert a.dtype is b.dtype
             assert torch.equal(a, b)
@@ -136,17 +154,11 @@ def test_native_descent_has_the_bits_of_the_loop(name: str, isa: str, monkeypatc
         grid = make_grid(choose(w, spec, default_rule(spec), None), spec, w.shape)
         codes = grid.nearest(w.t().contiguous(), 0)[0].t().contiguous()
         given, keep = codes.clone(), None if n % 2 else torch.rand(n, k) < 0.7
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        library.use_isa(isa)
-        try:
+        with instruction_set(isa, threads):
             found = coordinate_descent(w, codes, grid.values(codes), grid, h, keep)
             with monkeypatch.context() as patch:
                 patch.setattr(refinement, "usable", lambda: "off")
                 want = coordinate_descent(w, codes, grid.values(codes), grid, h, keep)
-        finally:
-            library.use_isa("")
-            torch.set_num_threads(before)
         bits = lambda codes: codes.view(torch.uint8)  # noqa: E731
         assert torch.equal(bits(codes), bits(given))
         assert n == 1 or not torch.equal(bits(want[0]), bits(codes))
@@ -306,3 +318,13 @@ def test_large_weights_are_searched_in_pieces(monkeypatch: pytest.MonkeyPatch) -
                 pieces = solver.solve(task)
             assert torch.equal(whole.parts.codes, pieces.parts.codes)
             torch.testing.assert_close(whole.parts.scale, pieces.parts.scale, rtol=1e-5, atol=0)  # refitted ones
+    nested = QuantSpec(INT4, (1, 16), scale=QuantSpec(INT8, (1, 2)))
+    for spec in (*SPECS.values(), nested):
+        task = Task("w", weight, spec, stats=both, tokens=300)
+        parts = GPTQ().solve(task).parts
+        sums = solve._signal_and_noise(parts, task)
+        with monkeypatch.context() as patch:
+            patch.setattr(solve, "CHUNK", 3 * 64)
+            assert solve._signal_and_noise(parts, task) == pytest.approx(sums)
+        lost = (dequantize(parts, spec, weight.shape) - weight).double().square().sum()
+        assert sums == pytest.approx((float(weight.double().square().sum()), float(lost)))

@@ -11,7 +11,7 @@ from torch import Tensor
 import pennyweight as pw
 from pennyweight.algorithms.calibration.estimate_cost import CalibrationCost
 from pennyweight.algorithms.mixed_precision import sensitivity
-from pennyweight.algorithms.mixed_precision.forecast import SearchCost, forecast
+from pennyweight.algorithms.mixed_precision.estimate_search_cost import SearchCost, estimate_search_cost
 from pennyweight.algorithms.mixed_precision.latency import CallTimer
 from pennyweight.algorithms.solvers.gptq import GPTQ
 from pennyweight.core.spec import QuantSpec
@@ -24,7 +24,7 @@ FEW = [pw.SpecConfig(QuantSpec(pw.get_format(f"int{b}"), (32,), torch.float16)) 
 
 def said(model: Any, batches: Any, budget: Any = "4.5 bpw", **more: Any) -> tuple[SearchCost, Any, str]:
     how: dict[str, Any] = {"candidates": FEW, "filter_fn": blocks_only} | more
-    return forecast(model, batches, budget, **how)
+    return estimate_search_cost(model, batches, budget, **how)
 
 
 def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ class SearchCost:
         return [text, memory]
 
 
-def forecast(
+def estimate_search_cost(
     model: nn.Module, batches: Sequence[Any], budget: Budget, max_memory: str | int | None = None, **how: Any
 ) -> tuple[SearchCost, AOBaseConfig, str]:
     """What :func:`.search.search` with these arguments will take; and the candidate that a plan can show in place of
