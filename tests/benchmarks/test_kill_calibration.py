@@ -20,6 +20,6 @@ def test_killed_and_continued(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["gptq", "search"]
     for line in lines:
-        assert "4 kills in 2 runs" in line
+        assert re.search(r"  4 kills in \d+ runs", line)  # of a run that ends before its moment none is counted
         assert "all with the bytes of a whole run" in line
         assert int(re.search(r"at most (\d+), all of one block", line)[1]) <= 7  # type: ignore[index]
