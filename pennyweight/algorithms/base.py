@@ -182,6 +182,16 @@ def flat_spec(spec: QuantSpec, shape: Sequence[int], unfolded: bool) -> QuantSpe
     return spec.with_(block=(rows, math.prod(rest)))
 
 
+def one_of_stack(spec: QuantSpec) -> QuantSpec:
+    """The spec of one matrix of a stack [experts, N, K] of which the spec quantizes each on its own."""
+
+    def inner(kind: Any) -> Any:
+        return one_of_stack(kind) if isinstance(kind, QuantSpec) else kind
+
+    block = None if spec.block is None else spec.block[-2:]
+    return spec.with_(layout="plain", block=block, scale=inner(spec.scale), offset=inner(spec.offset))
+
+
 def unflatten(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """Reshape the parts of the matrix to those of a weight of ``shape`` under its own spec."""
     if len(shape) == 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,12 @@ from ..core.tensor import AffineQuantizedTensor, check_finite
 from ..distributed.dtensor import full_tensor
 from ..planning.plan import PlanRow
 from ..planning.scheme import Scheme
-from .base import ALGORITHMS, Solution, Solver, Task, as_matrix, flat_spec, unflatten
-from .calibration.loop import CalibrationLoop, CollectedStatistics, SharedWork
+from .base import ALGORITHMS, Solution, Solver, Task, as_matrix, flat_spec, one_of_stack, unflatten
+from .calibration.collect_statistics import CollectedStatistics
+from .calibration.loop import BlockStatistics, CalibrationLoop, SharedWork
 from .solvers.block_search import CHUNK
 from .solvers.kmeans import learner
+from .solvers.kquant_search import stack_rows
 from .solvers.rtn import Nearest, quantize_weight, static_parts
 from .sparsify import prune
 
@@ -83,32 +86,65 @@ def solve_weight(
     note = "" if solver is asked else f"solved by {solver.name}: learned format"
     if type(solver).solve is Nearest.solve:  # needs no matrix; a subclass with another solve gets one
         return Solved(*quantize_weight(x, scheme, name, layout), note=note)
+    if op == "bmm" and x.ndim == 3 and scheme.weight.rows_independent(x.shape):
+        return _solve_experts(x, scheme, name, layout, solver, seen, note)
     unfolded = op == "convolution"
     spec, lost = flat_spec(scheme.weight, x.shape, unfolded), sorted(set(solver.needs) - seen.stats.keys())
     if spec is None or lost:
         why = f"missing statistics: {', '.join(lost)}" if seen.stats else NO_DATA
+        why = "its blocks span experts" if lost and seen.experts else why
         why = "its blocks are not contiguous along one axis" if spec is None else why
         return Solved(*quantize_weight(x, scheme, name, layout), note=f"rounded to nearest: {why}")
     matrix = as_matrix(x, unfolded).float()
-    solution, sqnr = _solution(solver, Task(name, matrix, spec, scheme.rule, scheme.eps, seen.stats, seen.tokens))
+    task = Task(name, matrix, spec, scheme.rule, scheme.eps, seen.stats, seen.tokens)
+    solution, signal, noise = _solution(solver, task)
     parts = unflatten(solution.parts, scheme.weight, x.shape)._replace(**static_parts(scheme, x.device))
     w = AffineQuantizedTensor(parts, scheme.weight.with_(layout="plain"), x.shape, x.dtype, scheme.act)
     gain = solution.error / solution.nearest if solution.error is not None and solution.nearest else None
-    return Solved(w.to_layout(layout), sqnr, gain, "; ".join(filter(None, (note, solution.note))))
+    return Solved(w.to_layout(layout), decibels(signal, noise), gain, "; ".join(filter(None, (note, solution.note))))
 
 
-def _solution(solver: Solver, task: Task) -> tuple[Solution, float]:
-    """The solver's solution and its SQNR in dB. Round-to-nearest if its linear algebra fails or it is not finite."""
+def _solve_experts(
+    x: Tensor, scheme: Scheme, name: str, layout: str, solver: Solver, seen: CollectedStatistics, note: str
+) -> Solved:
+    """A stack [experts, out, in], one matrix after another: each has inputs of its own, and few or no tokens may have
+    reached it. Errors count by tokens."""
+    spec, found, notes = one_of_stack(scheme.weight), [], Counter()  # type: ignore[var-annotated]
+    signal = noise = error = nearest = 0.0
+    for e, matrix in enumerate(x):
+        if seen.experts:
+            own = seen.experts[e]
+        else:
+            own = CollectedStatistics({key: value[e : e + 1] for key, value in seen.stats.items()}, seen.tokens)
+        with_data = own.stats.keys() >= set(solver.needs)
+        task = Task(f"{name}[{e}]", matrix.float().contiguous(), spec, scheme.rule, scheme.eps, own.stats, own.tokens)
+        solution, power, lost = _solution(solver if with_data else Nearest(), task)
+        signal, noise = signal + power, noise + lost
+        if solution.error is not None and solution.nearest is not None:
+            error, nearest = error + own.tokens * solution.error, nearest + own.tokens * solution.nearest
+        notes[solution.note if with_data else f"rounded to nearest: {NO_DATA}"] += 1
+        found.append(solution.parts.map(lambda p: p.unsqueeze(0)))
+        del own
+    parts = stack_rows(found)._replace(**static_parts(scheme, x.device))
+    w = AffineQuantizedTensor(parts, scheme.weight.with_(layout="plain"), x.shape, x.dtype, scheme.act)
+    some = [text if n == len(x) else f"{n} of {len(x)} experts: {text}" for text, n in notes.most_common() if text]
+    gain = error / nearest if nearest else None
+    return Solved(w.to_layout(layout), decibels(signal, noise), gain, "; ".join(filter(None, (note, *some))))
+
+
+def _solution(solver: Solver, task: Task) -> tuple[Solution, float, float]:
+    """The solver's solution, and the sums of the squares of the weight and of what it loses. Round-to-nearest if its
+    linear algebra fails or it is not finite."""
     try:
         solution = solver.solve(task)
         signal, noise = _signal_and_noise(solution.parts, task)
         if math.isfinite(noise):
-            return solution, decibels(signal, noise)
+            return solution, signal, noise
         why = "the solution is not finite"
     except torch.linalg.LinAlgError as error:
         why = str(error).splitlines()[0]
     solution = Nearest().solve(task)._replace(note=f"rounded to nearest: {why}")
-    return solution, decibels(*_signal_and_noise(solution.parts, task))
+    return solution, *_signal_and_noise(solution.parts, task)
 
 
 def _signal_and_noise(parts: Parts, task: Task) -> tuple[float, float]:
@@ -128,16 +164,18 @@ def stages(
     model: nn.Module, weights: Mapping[str, PlanRow], solver: Solver, batches: Sequence[Any], *,
     spill: str | Path | None = None, known: frozenset[str] = frozenset(), max_ram: float | None = None,
     optional: bool = True, share: SharedWork | None = None,
-) -> Iterator[tuple[list[str], Mapping[str, CollectedStatistics]]]:  # fmt: skip
+) -> Iterator[tuple[list[str], BlockStatistics]]:  # fmt: skip
     """(names, statistics by name) of the weights to solve next: block by block in call order if the solver needs data,
     with the statistics of one block in memory. All must be solved before the next are drawn, because the next blocks
     see the outputs of the quantized ones. Weights that the model does not call come last, without statistics.
+
+    If ``seen.several``, no weight may be replaced before all are solved and ``seen.close()`` was called.
 
     known: names whose statistics are not needed. spill, max_ram: as for ``quantize_``, in bytes. optional: also collect
     the statistics that the solver only wants: they compare the inputs with those of the float model. share: as in
     :class:`~.calibration.loop.CalibrationLoop`; then there are statistics of this rank's weights only.
     """
-    left = dict.fromkeys(weights)
+    left, none = dict.fromkeys(weights), BlockStatistics((), lambda some: {})
     if solver.needs:
         tensors = {id(row.tensor): name for name, row in weights.items()}
         wanted = (*solver.needs, *solver.wants) if optional else solver.needs
@@ -152,7 +190,7 @@ def stages(
         group.append(name)
         count += math.prod(weights[name].shape)
         if count >= AT_ONCE:
-            yield group, {}
+            yield group, none
             group, count = [], 0
     if group:
-        yield group, {}
+        yield group, none

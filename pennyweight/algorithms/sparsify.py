@@ -25,7 +25,8 @@ from ..support.errors import ArgumentTypeError
 from ..support.progress import Progress, step
 from .base import as_matrix
 from .calibration.batches import Batches, read
-from .calibration.loop import CalibrationLoop, CollectedStatistics
+from .calibration.collect_statistics import CollectedStatistics
+from .calibration.loop import CalibrationLoop
 from .solvers.block_search import by_rows
 from .solvers.gptq import COLUMNS_PER_BLOCK, inverse_cholesky
 from .solvers.refinement import subtract_outer

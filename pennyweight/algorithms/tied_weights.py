@@ -32,9 +32,10 @@ from ..planning.plan import PlanRow
 from .base import Solver
 from .calibration.batches import Batches, held_out
 from .calibration.block_order import inference_mode
+from .calibration.collect_statistics import CollectedStatistics
 from .calibration.float32_products import run_batch
 from .calibration.input_hooks import COMPOSITE, LOOKUPS, READERS
-from .calibration.loop import HELD_OUT, CollectedStatistics
+from .calibration.loop import HELD_OUT
 from .solve import Solved, solve
 from .solvers.rtn import Nearest, total_error
 from .tuners import losses

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from ..algorithms import recipe as recipes
 from ..algorithms.calibration.batches import Batches, read
+from ..algorithms.calibration.collect_statistics import CollectedStatistics
 from ..algorithms.calibration.estimate_cost import estimate_cost, solving_bytes
 from ..algorithms.calibration.journal import Journal
-from ..algorithms.calibration.loop import CollectedStatistics, SharedWork, parse_bytes
+from ..algorithms.calibration.loop import SharedWork, parse_bytes
 from ..algorithms.solve import Solved, solve, stages
 from ..algorithms.tied_weights import solve_in_model
 from ..core.model_arguments import ReturnedInPlaceOfModel, check_arguments
@@ -324,30 +325,32 @@ class Pipeline:
         pairs = {row.name: (row, out) for row, out in zip(todo.rows, report.rows, strict=True) if row.active}
         total, device = len(pairs), self.options.device
 
-        def finish(name: str, seen: CollectedStatistics | None = None) -> None:
+        def solved(name: str, seen: CollectedStatistics | None = None) -> Solved:
+            row, solver = pairs[name][0], recipe.solver if self.options.has_recipe else None
+            kept = None if journal is None else journal.get(name)
+            _LOG.debug("%s: %s", name, "taken from the interrupted run" if kept is not None else row.scheme)
+            if kept is not None:
+                return Solved(*kept)
+            new = solve_in_model(self.model, row, solver, seen, batches, device)
+            if journal is not None:
+                journal.put(name, tuple(new))
+            return new
+
+        def place(name: str, new: Solved) -> None:
             row, out = pairs.pop(name)
-            if row.call is not None:
-                new = row.call(self.model, device=device)
-                out.type, out.bytes_after = type(new).__name__, _nbytes_after(new, row)
-            else:
-                kept = None if journal is None else journal.get(name)
-                _LOG.debug("%s: %s", name, "taken from the interrupted run" if kept is not None else row.scheme)
-                solver = recipe.solver if self.options.has_recipe else None
-                if kept is None:
-                    solved = solve_in_model(self.model, row, solver, seen, batches, device)
-                else:
-                    solved = Solved(*kept)
-                if journal is not None and kept is None:
-                    journal.put(name, tuple(solved))
-                was = row.tensor
-                self.place(row, out, solved)
-                if release is not None and row.places[0].get() is not was:
-                    release(was)
-                was = row.tensor = None  # frees the float weight before the next is read
+            was = row.tensor
+            self.place(row, out, new)
+            if release is not None and row.places[0].get() is not was:
+                release(was)
+            was = row.tensor = None  # frees the float weight before the next is read
             self.advance(total - len(pairs), total, name)
 
         for name in [name for name, (row, _) in pairs.items() if row.call is not None]:
-            finish(name)
+            row, out = pairs.pop(name)
+            assert row.call is not None
+            module = row.call(self.model, device=device)
+            out.type, out.bytes_after = type(module).__name__, _nbytes_after(module, row)
+            self.advance(total - len(pairs), total, name)
         known = frozenset() if journal is None else journal.names
         weights = {name: row for name, (row, _) in pairs.items()}
         before: list[str] = []
@@ -358,14 +361,21 @@ class Pipeline:
         ):  # fmt: skip
             self.retire([weights[name] for name in before], journal)
             own = share.weights([name for name in names if name not in known])
+            waiting: dict[str, Solved] = {}
             for name in own:
-                finish(name, seen.get(name))
+                if seen.several:  # the statistics of the others need this weight as it is
+                    waiting[name] = solved(name, seen.get(name))
+                else:
+                    place(name, solved(name, seen.get(name)))
+            seen.close()
+            for name in [*waiting]:
+                place(name, waiting.pop(name))
             del seen  # before the statistics of the next block are collected
             if journal is not None:
                 journal.flush()
             for name in names:
                 if name in pairs:  # the journal has it, of an interrupted run or of another rank
-                    finish(name)
+                    place(name, solved(name))
             before = names
         self.retire([weights[name] for name in before], journal)
 

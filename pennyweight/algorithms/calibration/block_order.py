@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from ...planning.run_batch import token_mask
 from .float32_products import run_batch
-from .input_hooks import InputHooks
+from .input_hooks import Expert, InputHooks
+
+EXPERTS_FORWARD = "_experts_implementation"  # of a config of transformers; model.set_experts_implementation sets it
 
 
 @dataclass
@@ -43,16 +45,23 @@ class CalibrationSegment:
 
 @contextmanager
 def inference_mode(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, without gradients, KV caches or fused paths that hide layer inputs."""
+    """The model in eval mode, without gradients, KV caches or fused paths that hide layer inputs. Experts of
+    transformers are multiplied one by one, by the code of their own class."""
     training = {m: m.training for m in model.modules()}
     # A decoder may have its own config (as in T5); a cache would grow with each run of a block
     configs = {id(c): c for m in model.modules() if getattr(c := getattr(m, "config", None), "use_cache", None)}
     caches = [(config, config.use_cache) for config in configs.values()]
+    # Those of a model before those of its parts, because setting one sets its parts'
+    configs = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), EXPERTS_FORWARD)}
+    forwards = [(config, getattr(config, EXPERTS_FORWARD)) for config in configs.values()]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     model.eval()
     for config, _ in caches:
         config.use_cache = False
+    for config, way in forwards:
+        if way is not None:
+            setattr(config, EXPERTS_FORWARD, "eager")
     try:
         with torch.no_grad():
             yield
@@ -60,6 +69,8 @@ def inference_mode(model: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
         for config, was in caches:
             config.use_cache = was
+        for config, way in forwards:
+            setattr(config, EXPERTS_FORWARD, way)
         for m, was in training.items():
             m.training = was
 
@@ -86,6 +97,10 @@ def calibration_segments(model: nn.Module, weights: dict[int, str], batch: Any) 
         called.setdefault(name)
         read(name)
 
+    def see_expert(expert: Expert, x: Tensor) -> None:
+        called.setdefault(expert.name)
+        read(expert.name)
+
     def look(name: str) -> None:
         looked.add(name)
         read(name)
@@ -94,7 +109,7 @@ def calibration_segments(model: nn.Module, weights: dict[int, str], batch: Any) 
         for trial in trials:
             trial.readers.setdefault(name, set()).add(trial.inside)
 
-    with ExitStack() as hooks, InputHooks(weights, see, token_mask(batch), look=look):
+    with ExitStack() as hooks, InputHooks(weights, see, token_mask(batch), look=look, see_expert=see_expert):
         for trial in trials:
             trial.hook(hooks)
         run_batch(model, batch)

@@ -24,8 +24,9 @@ from ..solvers.gptq import FLOAT64_INPUTS
 from ..tied_weights import RATIO_BATCHES
 from .activation_cache import ActivationCache, capture_block_inputs
 from .block_order import CalibrationSegment, calibration_segments, inference_mode
+from .collect_statistics import CollectedStatistics
 from .input_hooks import InputHooks
-from .loop import HELD_OUT, CollectedStatistics
+from .loop import HELD_OUT
 from .statistics import STATISTICS, State
 
 SECONDS = 20.0  # for trial solutions

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...kernels import recurrent
 
 See = Callable[[str, Tensor], None]  # (parameter name, inputs as float32 [groups, tokens, width])
+
+
+class Expert(NamedTuple):
+    """One matrix of a parameter [count, .., ..]."""
+
+    name: str
+    index: int
+    count: int
+
+
+SeeExpert = Callable[[Expert, Tensor], None]  # inputs as float32 [1, tokens, width]
 
 
 def require_finite(name: str, x: Tensor) -> None:
@@ -31,14 +44,18 @@ class InputHooks(TorchFunctionMode):
     mask        bool [batch, length]: tokens that count; inputs with another leading shape are used whole
     unfold      pass inputs as [groups, tokens, width], those of a convolution as patches; else in their own shape
     look        called with the name for each lookup of rows of a watched weight
+    see_expert  called for each product with one matrix ``weight[i]`` of a watched weight with three axes. ``mask`` does
+                not apply: a router has put the tokens in another order (:func:`without_padding` takes them out before)
     """
 
     def __init__(
         self, weights: dict[int, str], see: See, mask: Tensor | None = None, unfold: bool = True,
-        look: Callable[[str], object] = lambda name: None,
+        look: Callable[[str], object] = lambda name: None, see_expert: SeeExpert | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.weights, self.see, self.mask, self.unfold, self.look = weights, see, mask, unfold, look
+        self.see_expert = see_expert
+        self.experts = WeakTensorKeyDictionary()  # weight[i] -> Expert
 
     def __torch_function__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -49,13 +66,27 @@ class InputHooks(TorchFunctionMode):
             if found is not None and name is not None:
                 x = self._counting(found[0])
                 self.see(name, found[2](x) if self.unfold else x.detach().float())
+            elif found is not None and self.see_expert is not None:
+                expert = self.experts.get(found[1])
+                if expert is not None:
+                    self.see_expert(expert, found[2](found[0]))
         table = LOOKUPS[func](args, kwargs) if func in LOOKUPS else None
         if table is not None and id(table) in self.weights:
             self.look(self.weights[id(table)])
         if func in COMPOSITE:  # it multiplies weights inside
             with self:
                 return COMPOSITE[func](*args, **kwargs)
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func is Tensor.__getitem__ and self.see_expert is not None:
+            w, index = args
+            name = self.weights.get(id(w))
+            if (
+                name is not None
+                and w.ndim == 3
+                and (index.ndim == 0 if isinstance(index, Tensor) else type(index) is int)
+            ):
+                self.experts[out] = Expert(name, int(index), len(w))
+        return out
 
     def _counting(self, x: Tensor) -> Tensor:
         mask = self.mask
@@ -66,6 +97,44 @@ class InputHooks(TorchFunctionMode):
         if x.ndim > 2 and x.shape[:2] == mask.shape[::-1]:  # [length, batch, width], as in nn.MultiheadAttention
             return x[mask.t().to(x.device)]
         return x[mask.flatten().to(x.device)] if x.ndim == 2 and x.shape[0] == mask.numel() else x
+
+
+@contextmanager
+def without_padding(experts: Iterable[nn.Module], mask: Tensor | None) -> Iterator[None]:
+    """Inside, modules of experts compute only the tokens that count, and return zeros for the others.
+
+    experts     modules whose arguments and result have one row for each token of a batch
+    mask        bool [batch, length]: tokens that count; None: all
+    """
+    if mask is None or bool(mask.all()):
+        yield
+        return
+    keep = mask.flatten()
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        calls.append(bool(tensors) and all(t.ndim and len(t) == len(keep) for t in tensors))
+        if not calls[-1]:
+            return None
+
+        def part(value: Any) -> Any:
+            return value[keep.to(value.device)] if isinstance(value, Tensor) else value
+
+        return tuple(map(part, args)), {name: part(value) for name, value in kwargs.items()}
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        if not calls.pop():
+            return None
+        whole = output.new_zeros((len(keep), *output.shape[1:]))
+        whole[keep.to(output.device)] = output
+        return whole
+
+    calls: list[bool] = []
+    with ExitStack() as hooks:
+        for module in experts:
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(after))
+        yield
 
 
 def _tokens(x: Tensor) -> Tensor:

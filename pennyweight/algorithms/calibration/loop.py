@@ -8,8 +8,9 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from ...distributed import all_reduce
 from ...distributed.rank_group import RankGroup
 from ...planning.config_resolution import PlanError
+from ...planning.parameters import kind_of
 from ...planning.plan import PlanRow
 from ...planning.quantize_report import nbytes_of, size
 from ...planning.run_batch import token_mask
@@ -32,29 +34,83 @@ from .activation_cache import (
 )
 from .batches import Batches, held_out
 from .block_order import CalibrationSegment, calibration_segments, inference_mode
+from .collect_statistics import CollectedStatistics, Collector
 from .float32_products import run_batch
-from .input_hooks import InputHooks, require_finite
-from .statistics import STATISTICS, State, Statistic
+from .statistics import STATISTICS
 
 HELD_OUT = 0.125  # fraction of the data that compares candidates of weights that are multiplied and looked up
 
 
-@dataclass
-class CollectedStatistics:
-    """Finished statistics of one weight's inputs: by name [G, K, K] or [G, K]; and the number of tokens per group.
+Pass = dict[str, range | None]  # weights whose statistics are collected together; the experts of one, None: all
 
-    looked_up   the model also looks up rows of the weight; then the statistics are without the batches, or rows of a
-                single batch, that :func:`.batches.held_out` sets aside for :data:`HELD_OUT`
-    everything  then those of all data
+
+class BlockStatistics(Mapping[str, CollectedStatistics]):
+    """Statistics of some weights, collected in one pass over the data; or in several, each when one of its weights is
+    asked for, if those of a block exceed the memory limit. Then these weights must stay as they are until
+    :meth:`close`.
+
+    collect     a pass -> its statistics
+    last        called once after the last pass, if there are several
     """
 
-    stats: dict[str, Tensor] = field(default_factory=dict)
-    tokens: int = 0
-    looked_up: bool = False
-    everything: CollectedStatistics | None = None
+    def __init__(
+        self, passes: Sequence[Pass], collect: Callable[[Pass], Mapping[str, CollectedStatistics]],
+        last: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.passes, self.several = passes, len(passes) > 1
+        self._collect, self._last = collect, last if self.several else None
+        self._at, self._found = -1, {}  # type: ignore[var-annotated]
+        self._of: dict[str, list[int]] = {}
+        for i, some in enumerate(passes):
+            for name in some:
+                self._of.setdefault(name, []).append(i)
+        if len(passes) == 1:
+            self._pass(0)
+
+    def _pass(self, i: int) -> Mapping[str, CollectedStatistics]:
+        if i != self._at:
+            self._found = {}  # before the next are collected
+            self._at, self._found = i, self._collect(self.passes[i])
+        return self._found
+
+    def __getitem__(self, name: str) -> CollectedStatistics:
+        i, *others = self._of[name]
+        return CollectedStatistics(experts=_Experts(self, name)) if others else self._pass(i)[name]
+
+    def expert(self, name: str, e: int) -> CollectedStatistics:
+        for i in self._of[name]:
+            if e in self.passes[i][name]:  # type: ignore[operator]
+                found = self._pass(i)[name].experts
+                return found[e] if found else CollectedStatistics()
+        raise IndexError(f"{name} has no expert {e}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._of)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def close(self) -> None:
+        """All weights are solved, and none is replaced."""
+        last, self._last, self._at, self._found = self._last, None, -1, {}
+        if last is not None:
+            last()
 
 
-Stage = tuple[list[str], dict[str, CollectedStatistics]]
+class _Experts(Sequence[CollectedStatistics]):
+    """Of a weight whose experts are collected in several passes."""
+
+    def __init__(self, block: BlockStatistics, name: str) -> None:
+        self.block, self.name = block, name
+
+    def __len__(self) -> int:
+        return sum(len(one[self.name] or ()) for one in self.block.passes if self.name in one)
+
+    def __getitem__(self, e: Any) -> Any:
+        return self.block.expert(self.name, range(len(self))[e])
+
+
+Stage = tuple[list[str], BlockStatistics]
 
 
 @dataclass(frozen=True)
@@ -106,6 +162,8 @@ class CalibrationLoop:
 
     After each set the caller replaces those weights, so the next set sees the inputs of the quantized model. Memory:
     hidden states of all batches between two blocks (on disk with ``spill``), the statistics of one block, the model.
+    With ``max_ram`` a block whose statistics exceed it runs several times on the same inputs, for some of its weights
+    or experts each time.
 
     weights     id of a parameter -> its name
     needs       names of statistics
@@ -127,6 +185,7 @@ class CalibrationLoop:
         self.single = [STATISTICS[n] for n in needs if not STATISTICS[n].paired]
         self.paired = [STATISTICS[n] for n in needs if STATISTICS[n].paired]
         self.spill, self.known, self.max_ram = spill, known, max_ram
+        self.inputs = _inputs(model, weights)
 
     def stages(self) -> Iterator[Stage]:
         """(names, statistics) in the model's call order. Deterministic."""
@@ -138,11 +197,13 @@ class CalibrationLoop:
                 if segment.blocks:
                     yield from self._chain(segment)
                 else:
-                    yield segment.sites[0], self._whole(segment.sites[0], segment.looked_up)
+                    names, looked_up = segment.sites[0], segment.looked_up
+                    passes: list[Pass] = [dict.fromkeys(self._of(names).values())]
+                    yield names, BlockStatistics(passes, lambda _, n=names, up=looked_up: self._whole(n, up))
 
     def _whole(self, names: list[str], looked_up: bool) -> dict[str, CollectedStatistics]:
         """Statistics from running the whole model. No float inputs are available here, so paired ones are omitted."""
-        collector = _Collector(self._of(names), self.single)
+        collector = Collector(self.model, self._of(names), self.single)
         if not looked_up:
             self._run(collector, self.batches)
             return collector.finish()
@@ -153,7 +214,7 @@ class CalibrationLoop:
         found = collector.finish()
         return {name: replace(part[name], looked_up=True, everything=found[name]) for name in part}
 
-    def _run(self, collector: _Collector, batches: Sequence[Any]) -> None:
+    def _run(self, collector: Collector, batches: Sequence[Any]) -> None:
         if not collector.weights:
             return
         with step("collecting statistics") as advance:
@@ -182,7 +243,9 @@ class CalibrationLoop:
                 if b > segment.last:
                     break
                 if names:
-                    yield names, self._block(names, b, block, rest, hidden, exact)
+                    found = self._block(names, segment, b, rest, hidden, exact)
+                    yield names, found
+                    found.close()
                 elif exact is not None:
                     advance_block(exact, count, b, block, rest)
                 if b < segment.last:
@@ -200,25 +263,35 @@ class CalibrationLoop:
         return folder
 
     def _block(
-        self,
-        names: list[str],
-        b: int,
-        block: nn.Module,
-        rest: Rest,
-        hidden: ActivationCache,
+        self, names: list[str], segment: CalibrationSegment, b: int, rest: Rest, hidden: ActivationCache,
         exact: ActivationCache | None,
-    ) -> dict[str, CollectedStatistics]:
-        collector = _Collector(self._of(names), self.single, self.paired)
-        if not collector.weights:
+    ) -> BlockStatistics:  # fmt: skip
+        own, block = self._of(names), segment.blocks[b][1]
+        passes = self._passes(list(own.values()), segment.repeated)
+
+        def advance() -> None:
             if exact is not None:
                 advance_block(exact, range(len(self.batches)), b, block, rest)
-            return collector.finish()
+
+        if not own:
+            advance()
+        return BlockStatistics(passes, partial(self._run_block, b, block, rest, hidden, exact, len(passes)), advance)
+
+    def _run_block(
+        self, b: int, block: nn.Module, rest: Rest, hidden: ActivationCache, exact: ActivationCache | None,
+        passes: int, some: Pass,
+    ) -> dict[str, CollectedStatistics]:  # fmt: skip
+        """The statistics of a pass over the inputs of a block. The only pass also replaces the float model's inputs of
+        the block by its outputs."""
+        weights = {i: name for i, name in self.weights.items() if name in some}
+        collector = Collector(self.model, weights, self.single, self.paired, some)
         with step(f"collecting statistics of block {b}") as advance:
             for i, batch in enumerate(self.batches):
                 mask = token_mask(batch)
                 if exact is not None:
                     out = collector.record_float_inputs(lambda i=i: run_block(block, exact.get(i), rest(i, b)), mask)
-                    exact.put(i, out)
+                    if passes == 1:
+                        exact.put(i, out)
                 collector.run(lambda i=i: run_block(block, hidden.get(i), rest(i, b)), mask)
                 advance(i + 1, len(self.batches), "")
         return collector.finish()
@@ -232,29 +305,62 @@ class CalibrationLoop:
         self, segment: CalibrationSegment, first: Tensor, stores: tuple[ActivationCache | None, ...], folder: str
     ) -> None:
         """Called with the first hidden states: store all hidden states on disk if they and a block's statistics exceed
-        ``max_ram``. Raises PlanError if the statistics alone exceed it."""
+        ``max_ram``. Raises PlanError if the statistics of one weight, or of one expert, exceed it."""
         if self.max_ram is None:
             return
         hidden = int(first.nbytes) * len(self.batches) * (2 if self.paired else 1)
-        ids = {name: i for i, name in self.weights.items()}
-        parameters = {id(p): p for p in self.model.parameters()}
-        for (name, _), names in zip(segment.blocks, segment.sites, strict=True):
-            shapes = [parameters[ids[n]].shape for n in names if ids[n] in parameters and n not in segment.repeated]
-            # The contracted axis is the last except in transposed linears; the larger of both is an upper bound
-            widths = [(s[0] if len(s) == 3 else 1, max(s[1:]) if len(s) != 4 else s[1:].numel()) for s in shapes]
-            with torch.device("meta"):
-                states = [s.init(*width)[0] for width in widths for s in (*self.single, *self.paired)]
-            needed = sum(int(state.nbytes) for state in states)
-            if needed > self.max_ram:
-                raise PlanError(
-                    f"{name}: the statistics of its inputs take {size(needed)}, the memory limit leaves "
-                    f"{size(self.max_ram)} for them; raise it (max_ram or max_memory), or use an algorithm with "
-                    "smaller statistics, such as 'imatrix' or 'nearest'"
-                )
+        for names in segment.sites:
+            needed = 0
+            for name in names:
+                count, each = self._statistics_bytes(name)
+                needed += 0 if name in segment.repeated else count * each
+                if each > self.max_ram:
+                    raise PlanError(
+                        f"{name}: the statistics of {'its inputs' if count == 1 else 'the inputs of an expert'} take "
+                        f"{size(each)}, the memory limit leaves {size(self.max_ram)} for them; raise it (max_ram or "
+                        "max_memory), or use an algorithm with smaller statistics, such as 'imatrix' or 'nearest'"
+                    )
             if hidden + needed > self.max_ram:
                 for store in stores:
                     if store is not None and store.folder is None:
                         store.folder = Path(folder)
+
+    def _statistics_bytes(self, name: str) -> tuple[int, int]:
+        """(matrices with inputs of their own, bytes of the statistics of each) of a weight."""
+        count, width = self.inputs.get(name, (0, 0))
+        with torch.device("meta"):
+            states = [s.init(1, width)[0] for s in (*self.single, *self.paired)]
+        return count, sum(int(state.nbytes) for state in states)
+
+    def _passes(self, names: list[str], repeated: Set[str]) -> list[Pass]:
+        """The weights in their order, as many in each pass as the memory limit allows."""
+        passes: list[Pass] = [{}] if names else []
+        if self.max_ram is None:
+            return [dict.fromkeys(names)] if names else []
+        room = self.max_ram
+        for name in names:
+            count, each = self._statistics_bytes(name)
+            if name in repeated and passes[-1]:  # shares the statistics of the weight before
+                passes[-1][name] = None
+                continue
+            if count == 1 or count * each <= room:
+                if count * each > room:
+                    passes.append({})
+                    room = self.max_ram
+                passes[-1][name] = None
+                room -= count * each
+                continue
+            start = 0
+            while start < count:
+                some = int(room // each)
+                if some < 1:
+                    passes.append({})
+                    room = self.max_ram
+                    continue
+                passes[-1][name] = range(start, min(start + some, count))
+                room -= each * len(passes[-1][name] or ())
+                start += some
+        return [one for one in passes if one]
 
 
 def parse_bytes(text: str | float, name: str = "") -> int:
@@ -266,136 +372,19 @@ def parse_bytes(text: str | float, name: str = "") -> int:
         raise PlanError(f'{prefix}a memory limit is a size such as "4 GB", or a number of bytes: {error}') from None
 
 
-@dataclass
-class _SameInputs:
-    """Weights that have got the same inputs so far, and the states of their statistics."""
-
-    names: set[str]
-    states: dict[str, State] = field(default_factory=dict)
-
-    def take(self, names: set[str]) -> _SameInputs:
-        """Separate ``names`` from the others, with states of their own."""
-        self.names -= names
-        return _SameInputs(names, {s: (total.clone(), count) for s, (total, count) in self.states.items()})
-
-
-class _Inputs(NamedTuple):
-    """Inputs that one weight after another got, and those of the float model. Copies, because a model may write into
-    them before the next weight reads them."""
-
-    names: list[str]
-    x: Tensor
-    x_float: Tensor | None
-
-    def equal(self, x: Tensor, x_float: Tensor | None) -> bool:
-        if not torch.equal(self.x, x) or (x_float is None) != (self.x_float is None):
-            return False
-        return x_float is None or self.x_float is x_float or torch.equal(self.x_float, x_float)  # type: ignore[arg-type]
-
-
-class _Collector:
-    """Collects the statistics of some weights during forward passes. Weights with the same inputs, such as those of
-    queries, keys and values, share them: one Hessian instead of three."""
-
-    def __init__(self, weights: dict[int, str], single: Sequence[Statistic], paired: Sequence[Statistic] = ()) -> None:
-        self.weights, self.single, self.paired = weights, single, paired
-        self.groups: list[_SameInputs] = []
-        self.tokens = dict.fromkeys(weights.values(), 0)
-        self.float_inputs: dict[str, list[Tensor]] = {}
-        self.waiting: _Inputs | None = None  # the statistics do not have them yet
-
-    def record_float_inputs(self, run: Callable[[], Any], mask: Tensor | None) -> Any:
-        """Run one batch on the float inputs and keep the layer inputs for paired statistics. Returns the output."""
-        self.float_inputs = {}
-        before: Tensor | None = None
-
-        def see(name: str, x: Tensor) -> None:
-            nonlocal before
-            before = before if before is not None and torch.equal(x, before) else x.clone()
-            self.float_inputs.setdefault(name, []).append(before)
-
-        with InputHooks(self.weights, see, mask):
-            return run()
-
-    def run(self, run: Callable[[], Any], mask: Tensor | None) -> None:
-        with InputHooks(self.weights, self._see, mask):
-            run()
-        self._add()
-
-    def _see(self, name: str, x: Tensor) -> None:
-        if not x.shape[1]:
-            return
-        x_float = None
-        if self.paired:
-            queue = self.float_inputs.get(name)
-            x_float = queue.pop(0) if queue else None
-            if x_float is not None and x_float.shape != x.shape:
-                x_float = None  # routed differently in the float model: paired statistics use tokens that both have
-        last = self.waiting
-        if last is not None and name not in last.names and last.equal(x, x_float):
-            last.names.append(name)
-        else:
-            require_finite(name, x)
-            self._add()
-            self.waiting = _Inputs([name], x.clone(), x_float)
-        self.tokens[name] += x.shape[1]
-
-    def _add(self) -> None:
-        """Add the waiting inputs to the statistics of their weights."""
-        got, self.waiting = self.waiting, None
-        if got is None:
-            return
-        names = set(got.names)
-        for group in list(self.groups):
-            shared = group.names & names
-            if shared and shared != group.names:
-                self.groups.append(group.take(shared))
-        first = names.difference(*(group.names for group in self.groups))
-        if first:
-            self.groups.append(_SameInputs(first))
-        pair = () if got.x_float is None else (got.x_float,)
-        for group in self.groups:
-            if group.names <= names:
-                for statistic in (*self.single, *(self.paired if pair else ())):
-                    self._update(group.states, statistic, got.x, *(pair if statistic.paired else ()))
-
-    def _update(self, states: dict[str, State], statistic: Statistic, *x: Tensor) -> None:
-        state = states.get(statistic.name)
-        if state is None:
-            total, count = statistic.init(x[0].shape[0], x[0].shape[2])
-            state = total.to(x[0].device), count
-        states[statistic.name] = statistic.update(state, *x)
-
-    def finish(self, more: bool = False) -> dict[str, CollectedStatistics]:
-        """The statistics of what was run, of all ranks. more: further batches will be added."""
-        tokens = dict(self.tokens)
-        groups = [_SameInputs(set(group.names), dict(group.states)) for group in self.groups]
-        if not more:
-            self.groups = []
-        if all_reduce.is_distributed():
-            tokens, groups = self._of_all_ranks(tokens, groups)
-        found = {name: CollectedStatistics({}, n) for name, n in tokens.items()}
-        for group in groups:
-            for statistic in list(group.states):
-                value = STATISTICS[statistic].finish(group.states.pop(statistic))
-                for name in group.names:
-                    found[name].stats[statistic] = value
-        return found
-
-    def _of_all_ranks(
-        self, tokens: dict[str, int], groups: list[_SameInputs]
-    ) -> tuple[dict[str, int], list[_SameInputs]]:
-        """Merged, one statistic of one group at a time. Every rank merges in the order of the weights."""
-        tokens = {name: sum(all_reduce.gather_objects(tokens[name])) for name in self.weights.values()}
-        order = {name: i for i, name in enumerate(self.weights.values())}
-        which = sorted(sorted(group.names, key=order.__getitem__) for group in groups)
-        if any(other != which for other in all_reduce.gather_objects(which)):  # routed differently: each on its own
-            groups = [_SameInputs({name}, dict(g.states)) for g in groups for name in g.names]
-            groups += [_SameInputs({name}) for name in order.keys() - {n for g in groups for n in g.names}]
-        groups = sorted(groups, key=lambda group: min(map(order.__getitem__, group.names)))
-        for group in groups:
-            for statistic in (*self.single, *self.paired):
-                state = all_reduce.merge_states(statistic, group.states.pop(statistic.name, None))
-                if state is not None:
-                    group.states[statistic.name] = state
-        return tokens, groups
+def _inputs(model: nn.Module, weights: Mapping[int, str]) -> dict[str, tuple[int, int]]:
+    """Of each weight the number of its matrices with inputs of their own, and the width of these."""
+    found: dict[str, tuple[int, int]] = {}
+    for module in model.modules():
+        kind = kind_of(module)
+        for p in module._parameters.values():
+            name = weights.get(id(p))
+            if name is None or p is None:
+                continue
+            if kind is not None and "convolution" in kind.op:
+                across = p.shape[0] if "transposed" in kind.op else math.prod(p.shape[1:])
+                found[name] = int(getattr(module, "groups", 1)), across
+            else:
+                width = max(p.shape[-2:]) if kind is None else p.shape[-2 if kind.transposed else -1]
+                found[name] = p.shape[0] if p.ndim == 3 else 1, width
+    return found

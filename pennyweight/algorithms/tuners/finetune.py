@@ -22,7 +22,8 @@ from ...support.arguments import check_number
 from ...support.progress import Progress, step
 from ..base import Tuner
 from ..calibration.batches import Batches, held_out, read
-from ..calibration.loop import HELD_OUT, CalibrationLoop, CollectedStatistics
+from ..calibration.collect_statistics import CollectedStatistics
+from ..calibration.loop import HELD_OUT, CalibrationLoop
 from ..solvers.gptq import inverse_cholesky, quantize_columns
 from ..solvers.qparam_grid import QParamGrid, expand_blocks
 from ..solvers.refinement import BestCandidate, refit_and_descend

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from pennyweight.algorithms.calibration.batches import Batches, held_out
 from pennyweight.algorithms.calibration.block_order import inference_mode
+from pennyweight.algorithms.calibration.collect_statistics import CollectedStatistics
 from pennyweight.algorithms.calibration.input_hooks import InputHooks
-from pennyweight.algorithms.calibration.loop import HELD_OUT, CalibrationLoop, CollectedStatistics
+from pennyweight.algorithms.calibration.loop import HELD_OUT, CalibrationLoop
 from pennyweight.planning.run_batch import run_batch, token_mask
 from tests.algorithms.models import bert, linear_weights, t5
 from tests.algorithms.models import deep_mlp as mlp

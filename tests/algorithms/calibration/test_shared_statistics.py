@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from pennyweight.algorithms.calibration.block_order import inference_mode
-from pennyweight.algorithms.calibration.loop import CalibrationLoop, CollectedStatistics
+from pennyweight.algorithms.calibration.collect_statistics import CollectedStatistics
+from pennyweight.algorithms.calibration.loop import CalibrationLoop
 from pennyweight.algorithms.calibration.statistics import STATISTICS
 from tests.algorithms.models import llama, tokens
 

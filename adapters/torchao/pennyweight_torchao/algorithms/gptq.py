@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pennyweight.algorithms.calibration.loop import CollectedStatistics
+from pennyweight.algorithms.calibration.collect_statistics import CollectedStatistics
 from pennyweight.algorithms.solve import solve
 from pennyweight.algorithms.solvers.gptq import GPTQ
 from pennyweight.planning.configs import AOBaseConfig

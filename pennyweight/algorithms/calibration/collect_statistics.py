@@ -1,0 +1,223 @@
+"""Collects the statistics of weights' inputs during forward passes of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...distributed import all_reduce
+from ...planning.parameters import EXPERTS, kind_of
+from .input_hooks import Expert, InputHooks, require_finite, without_padding
+from .statistics import STATISTICS, State, Statistic
+
+
+@dataclass
+class CollectedStatistics:
+    """Finished statistics of one weight's inputs: by name [G, K, K] or [G, K]; and the number of tokens per group.
+
+    looked_up   the model also looks up rows of the weight; then the statistics are without the batches, or rows of a
+                single batch, that :func:`.batches.held_out` sets aside for :data:`HELD_OUT`
+    everything  then those of all data
+    experts     those of each matrix of a parameter [experts, out, in] whose matrices are multiplied one by one, with
+                G = 1; ``stats`` is then empty
+    """
+
+    stats: dict[str, Tensor] = field(default_factory=dict)
+    tokens: int = 0
+    looked_up: bool = False
+    everything: CollectedStatistics | None = None
+    experts: Sequence[CollectedStatistics] = ()
+
+
+@dataclass
+class _SameInputs:
+    """Weights that have got the same inputs so far, and the states of their statistics."""
+
+    names: set[str]
+    states: dict[str, State] = field(default_factory=dict)
+
+    def take(self, names: set[str]) -> _SameInputs:
+        """Separate ``names`` from the others, with states of their own."""
+        self.names -= names
+        return _SameInputs(names, {s: (total.clone(), count) for s, (total, count) in self.states.items()})
+
+
+class _Inputs(NamedTuple):
+    """Inputs that one weight after another got, and those of the float model. Copies, because a model may write into
+    them before the next weight reads them."""
+
+    names: list[str]
+    x: Tensor
+    x_float: Tensor | None
+
+    def equal(self, x: Tensor, x_float: Tensor | None) -> bool:
+        if not torch.equal(self.x, x) or (x_float is None) != (self.x_float is None):
+            return False
+        return x_float is None or self.x_float is x_float or torch.equal(self.x_float, x_float)  # type: ignore[arg-type]
+
+
+ExpertStates = dict[int, dict[str, State]]  # by expert, of each statistic
+
+
+class Collector:
+    """Collects the statistics of some weights during forward passes. Weights with the same inputs, such as those of
+    queries, keys and values, share them: one Hessian instead of three. Experts get no paired statistics: a router may
+    give an expert other tokens in the float model.
+
+    weights     id of a parameter in ``model`` -> its name
+    only        name -> the experts whose statistics are collected; default: all
+    """
+
+    def __init__(
+        self, model: nn.Module, weights: dict[int, str], single: Sequence[Statistic], paired: Sequence[Statistic] = (),
+        only: Mapping[str, range | None] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        self.weights, self.single, self.paired, self.only = weights, single, paired, only
+        self.routed = [module for module in model.modules() if kind_of(module) in EXPERTS]
+        self.experts: dict[str, ExpertStates] = {}
+        self.counts: dict[str, int] = {}  # of experts
+        self.groups: list[_SameInputs] = []
+        self.tokens = dict.fromkeys(weights.values(), 0)
+        self.float_inputs: dict[str, list[Tensor]] = {}
+        self.waiting: _Inputs | None = None  # the statistics do not have them yet
+
+    def record_float_inputs(self, run: Callable[[], Any], mask: Tensor | None) -> Any:
+        """Run one batch on the float inputs and keep the layer inputs for paired statistics. Returns the output."""
+        self.float_inputs = {}
+        before: Tensor | None = None
+
+        def see(name: str, x: Tensor) -> None:
+            nonlocal before
+            before = before if before is not None and torch.equal(x, before) else x.clone()
+            self.float_inputs.setdefault(name, []).append(before)
+
+        with without_padding(self.routed, mask), InputHooks(self.weights, see, mask):
+            return run()
+
+    def run(self, run: Callable[[], Any], mask: Tensor | None) -> None:
+        with (
+            without_padding(self.routed, mask),
+            InputHooks(self.weights, self._see, mask, see_expert=self._see_expert),
+        ):
+            run()
+        self._add()
+
+    def _see(self, name: str, x: Tensor) -> None:
+        if not x.shape[1]:
+            return
+        x_float = None
+        if self.paired:
+            queue = self.float_inputs.get(name)
+            x_float = queue.pop(0) if queue else None
+            if x_float is not None and x_float.shape != x.shape:
+                x_float = None  # routed differently in the float model: paired statistics use tokens that both have
+        last = self.waiting
+        if last is not None and name not in last.names and last.equal(x, x_float):
+            last.names.append(name)
+        else:
+            require_finite(name, x)
+            self._add()
+            self.waiting = _Inputs([name], x.clone(), x_float)
+        self.tokens[name] += x.shape[1]
+
+    def _see_expert(self, expert: Expert, x: Tensor) -> None:
+        only = self.only.get(expert.name)
+        if not x.shape[1] or (only is not None and expert.index not in only):
+            return
+        require_finite(f"{expert.name}[{expert.index}]", x)
+        self.counts[expert.name] = expert.count
+        states = self.experts.setdefault(expert.name, {}).setdefault(expert.index, {})
+        for statistic in self.single:
+            self._update(states, statistic, x)
+
+    def _add(self) -> None:
+        """Add the waiting inputs to the statistics of their weights."""
+        got, self.waiting = self.waiting, None
+        if got is None:
+            return
+        names = set(got.names)
+        for group in list(self.groups):
+            shared = group.names & names
+            if shared and shared != group.names:
+                self.groups.append(group.take(shared))
+        first = names.difference(*(group.names for group in self.groups))
+        if first:
+            self.groups.append(_SameInputs(first))
+        pair = () if got.x_float is None else (got.x_float,)
+        for group in self.groups:
+            if group.names <= names:
+                for statistic in (*self.single, *(self.paired if pair else ())):
+                    self._update(group.states, statistic, got.x, *(pair if statistic.paired else ()))
+
+    def _update(self, states: dict[str, State], statistic: Statistic, *x: Tensor) -> None:
+        state = states.get(statistic.name)
+        if state is None:
+            total, count = statistic.init(x[0].shape[0], x[0].shape[2])
+            state = total.to(x[0].device), count
+        states[statistic.name] = statistic.update(state, *x)
+
+    def finish(self, more: bool = False) -> dict[str, CollectedStatistics]:
+        """The statistics of what was run, of all ranks. more: further batches will be added."""
+        tokens = dict(self.tokens)
+        groups = [_SameInputs(set(group.names), dict(group.states)) for group in self.groups]
+        experts = {name: {e: dict(one) for e, one in some.items()} for name, some in self.experts.items()}
+        if not more:
+            self.groups, self.experts = [], {}
+        if all_reduce.is_distributed():
+            tokens, groups = self._of_all_ranks(tokens, groups)
+            experts = self._experts_of_all_ranks(experts)
+        found = {name: CollectedStatistics({}, n) for name, n in tokens.items()}
+        for group in groups:
+            for statistic in list(group.states):
+                value = STATISTICS[statistic].finish(group.states.pop(statistic))
+                for name in group.names:
+                    found[name].stats[statistic] = value
+        for name, some in experts.items():
+            found[name].experts = [_finished(some.pop(e, {})) for e in range(self.counts[name])]
+        return found
+
+    def _experts_of_all_ranks(self, experts: dict[str, ExpertStates]) -> dict[str, ExpertStates]:
+        """Merged, one statistic of one expert at a time."""
+        merged: dict[str, ExpertStates] = {}
+        seen = {name: (self.counts[name], set(some)) for name, some in experts.items()}
+        everywhere = all_reduce.gather_objects(seen)
+        for name in self.weights.values():
+            ranks = [one[name] for one in everywhere if name in one]
+            for e in sorted(set().union(*(some for _, some in ranks))):
+                self.counts[name] = ranks[0][0]
+                own = experts.get(name, {}).get(e, {})
+                states = merged.setdefault(name, {}).setdefault(e, {})
+                for statistic in self.single:
+                    state = all_reduce.merge_states(statistic, own.pop(statistic.name, None))
+                    assert state is not None  # a rank has it
+                    states[statistic.name] = state
+        return merged
+
+    def _of_all_ranks(
+        self, tokens: dict[str, int], groups: list[_SameInputs]
+    ) -> tuple[dict[str, int], list[_SameInputs]]:
+        """Merged, one statistic of one group at a time. Every rank merges in the order of the weights."""
+        tokens = {name: sum(all_reduce.gather_objects(tokens[name])) for name in self.weights.values()}
+        order = {name: i for i, name in enumerate(self.weights.values())}
+        which = sorted(sorted(group.names, key=order.__getitem__) for group in groups)
+        if any(other != which for other in all_reduce.gather_objects(which)):  # routed differently: each on its own
+            groups = [_SameInputs({name}, dict(g.states)) for g in groups for name in g.names]
+            groups += [_SameInputs({name}) for name in order.keys() - {n for g in groups for n in g.names}]
+        groups = sorted(groups, key=lambda group: min(map(order.__getitem__, group.names)))
+        for group in groups:
+            for statistic in (*self.single, *self.paired):
+                state = all_reduce.merge_states(statistic, group.states.pop(statistic.name, None))
+                if state is not None:
+                    group.states[statistic.name] = state
+        return tokens, groups
+
+
+def _finished(states: dict[str, State]) -> CollectedStatistics:
+    """Of one expert."""
+    tokens = max((count for _, count in states.values()), default=0)
+    return CollectedStatistics({name: STATISTICS[name].finish(states.pop(name)) for name in list(states)}, tokens)
