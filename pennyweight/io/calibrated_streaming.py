@@ -102,12 +102,9 @@ class FilesPipeline(Pipeline):
             for hook in self.hooks:
                 hook.remove()
 
-    def _room(self, todo: Plan, recipe: Recipe) -> float | None:
+    def room(self, todo: Plan, recipe: Recipe) -> float | None:
         """Bytes that the largest weight leaves for statistics; None: no limit. Raises PlanError if it does not fit."""
         return None if self.max_memory is None else room_beside(todo, recipe.solver, self.max_memory)
-
-    def _carry_out(self, todo: Plan, recipe: Recipe, batches: Any, max_ram: float | None) -> Report:
-        return super()._carry_out(todo, recipe, batches, self._room(todo, recipe))
 
     def _check_recipe(self, todo: Plan, recipe: Recipe, batches: Any) -> None:
         for one in (*recipe.rewrites, *recipe.tuners):
@@ -116,7 +113,7 @@ class FilesPipeline(Pipeline):
                 raise PlanError(f"{one.name}: {why}, so the model must be in memory; load it and call quantize_")
         if any(row.call is not None for row in todo.active):
             raise PlanError("handlers of modules need the model in memory: load it and call quantize_")
-        self._room(todo, recipe)
+        self.room(todo, recipe)
         self._check_room(recipe)
         super()._check_recipe(todo, recipe, batches)
 
@@ -217,6 +214,15 @@ def _names(model: nn.Module) -> set[str]:
     return parameters | {name for name, _ in model.named_buffers(remove_duplicate=False)}
 
 
+@contextmanager
+def merged_on_disk_of(dst: str) -> Iterator[None]:
+    """Inside, ``load`` puts what a model merges of several tensors, such as experts, into files without names in the
+    folder where ``dst`` is or will be."""
+    place = Path(dst).absolute()
+    with offload_to(next(folder for folder in place.parents if folder.is_dir())):
+        yield
+
+
 def quantize_mapped(
     model: nn.Module, config: AOBaseConfig | str, folder: str | None, max_memory: str | int | None, *, calibration: Any,
     algorithm: Any, skip: Skip = (), on_indivisible: str = "pad", dry_run: bool = False, progress: Progress = None,
@@ -257,7 +263,8 @@ def quantize_with_data(
     with team.share_errors():
         team.first(lambda: _check_empty(dst))
         model = fresh_model(src)
-        load(src, model)
+        with merged_on_disk_of(dst):
+            load(src, model)
         tied = is_tied(model)
         with kept_state(dst, None if dry_run else resume, team) as folder:
             report = quantize_mapped(

@@ -20,6 +20,7 @@ from .detect_format import open as open_any
 from .file import CheckpointError
 from .lazy_checkpoint import Opened
 from .manifest import Meta
+from .merged_weights import under_model_names
 from .safetensors_file import Entry
 from .state_dict import Slot, meta_buffers, slots_of
 
@@ -133,6 +134,7 @@ def load_opened(
                 f"{_some(lost)}: non-persistent buffers on the meta device, which no checkpoint contains; initialize "
                 "such buffers first, or load with strict=False and fill them after",
             )  # fmt: skip
+        checkpoint = under_model_names(checkpoint, model_in, slots)
         source = _match(checkpoint, slots, strict)
         new = _tensors(checkpoint, slots, source, device, dtype, advance)
         _assign(slots, new, checkpoint.path)

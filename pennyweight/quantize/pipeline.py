@@ -203,7 +203,8 @@ class Pipeline:
                 )
             recipe = self._recipe()
             batches = _batches(self.options.calibration, recipe)
-            max_ram = None if self.options.max_ram is None else parse_bytes(self.options.max_ram, "max_ram")
+            if self.options.max_ram is not None:
+                parse_bytes(self.options.max_ram, "max_ram")
             todo = self.plan()
             readable = "" if self.options.for_ is None else check_plan(todo.rows, self.options.for_)
             if self.options.dry_run:
@@ -211,7 +212,7 @@ class Pipeline:
                 report.notes += self.forecast(todo, recipe, batches)
             else:
                 self._check_recipe(todo, recipe, batches)
-                report = self._carry_out(todo, recipe, batches, max_ram)
+                report = self._carry_out(todo, recipe, batches, self.room(todo, recipe))
             report.notes += [readable] if readable else []
             return report
 
@@ -252,9 +253,13 @@ class Pipeline:
         self._check_recipe(todo, recipe, batches)
         if not batches:
             return []
-        cost = estimate_cost(self.model, todo, recipe, batches)
+        cost = estimate_cost(self.model, todo, recipe, batches, room=self.room(todo, recipe))
         finished = sum(row.bytes_after for row in todo.active) if self.in_files else None
         return cost.notes(largest=solving_bytes(todo, recipe.solver), finished=finished)
+
+    def room(self, todo: Plan, recipe: recipes.Recipe) -> float | None:
+        """Bytes for hidden states and the statistics of a block; None: no limit."""
+        return None if self.options.max_ram is None else parse_bytes(self.options.max_ram, "max_ram")
 
     # -- calibrate and solve -------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ...distributed import all_reduce
-from ...planning.parameters import EXPERTS, kind_of
 from .input_hooks import Expert, InputHooks, require_finite, without_padding
 from .statistics import STATISTICS, State, Statistic
 
@@ -78,7 +77,7 @@ class Collector:
         only: Mapping[str, range | None] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.weights, self.single, self.paired, self.only = weights, single, paired, only
-        self.routed = [module for module in model.modules() if kind_of(module) in EXPERTS]
+        self.model = model
         self.experts: dict[str, ExpertStates] = {}
         self.counts: dict[str, int] = {}  # of experts
         self.groups: list[_SameInputs] = []
@@ -96,12 +95,12 @@ class Collector:
             before = before if before is not None and torch.equal(x, before) else x.clone()
             self.float_inputs.setdefault(name, []).append(before)
 
-        with without_padding(self.routed, mask), InputHooks(self.weights, see, mask):
+        with without_padding(self.model.modules(), mask), InputHooks(self.weights, see, mask):
             return run()
 
     def run(self, run: Callable[[], Any], mask: Tensor | None) -> None:
         with (
-            without_padding(self.routed, mask),
+            without_padding(self.model.modules(), mask),
             InputHooks(self.weights, self._see, mask, see_expert=self._see_expert),
         ):
             run()

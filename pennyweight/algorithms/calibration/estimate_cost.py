@@ -16,6 +16,7 @@ from ...planning.config_resolution import PlanError
 from ...planning.plan import Plan, PlanRow
 from ...planning.quantize_report import duration, size
 from ...planning.run_batch import token_mask
+from ...planning.scheme import Scheme
 from ..base import Solver
 from ..recipe import Recipe
 from ..solve import solve_weight
@@ -25,12 +26,13 @@ from ..tied_weights import RATIO_BATCHES
 from .activation_cache import ActivationCache, capture_block_inputs
 from .block_order import CalibrationSegment, calibration_segments, inference_mode
 from .collect_statistics import CollectedStatistics
-from .input_hooks import InputHooks
+from .input_hooks import Expert, InputHooks
 from .loop import HELD_OUT
 from .statistics import STATISTICS, State
 
 SECONDS = 20.0  # for trial solutions
 ROWS = 256  # of the random inputs whose statistics a trial solution gets
+CODES = 3  # bytes of an element that is solved: of its own matrix, of all, and packed
 PROCESSES = (2, 4)  # a report gives the time of as many, too
 
 
@@ -88,21 +90,32 @@ class CalibrationCost:
 
 def solving_bytes(todo: Plan, solver: Solver) -> int:
     """Bytes that a planned weight takes at most while it is solved: the weight in float32 and its codes, copies of the
-    rows that are solved at once, and what factoring a Hessian takes."""
+    rows that are solved at once, and what factoring a Hessian takes. Of experts one matrix and the codes of all."""
 
     def needed(row: PlanRow) -> int:
         assert row.scheme is not None
         shape = row.shape
         if row.site is not None and row.site.transposed:
             shape = (*shape[:-2], shape[-1], shape[-2])
+        if _by_expert(row):
+            return CODES * math.prod(shape) + matrix(shape[1:], row.scheme)
+        return matrix(shape, row.scheme)
+
+    def matrix(shape: Sequence[int], scheme: Scheme) -> int:
         elements, width = math.prod(shape), math.prod(shape[1:]) if len(shape) > 3 else shape[-1]
-        in_chunks = len(shape) == 2 and row.scheme.weight.rows_independent(shape)
+        in_chunks = len(shape) == 2 and scheme.weight.rows_independent(shape)
         of_rows = 4 * solver.copies * (min(elements, max(CHUNK, width)) if in_chunks else elements)
         # the factor while it is computed, and in float32
         factor = (12 if width <= FLOAT64_INPUTS else 8) * width**2 if "hessian" in solver.needs else 0
         return 7 * elements + of_rows + factor
 
     return max((needed(row) for row in todo.active if len(row.shape) > 1), default=0)
+
+
+def _by_expert(row: PlanRow) -> bool:
+    """Whether the matrices of a weight [experts, out, in] are solved one by one."""
+    experts = row.site is not None and row.site.op == "bmm" and len(row.shape) == 3
+    return experts and row.scheme is not None and row.scheme.weight.rows_independent(row.shape)
 
 
 def room_beside(todo: Plan, solver: Solver, max_memory: float, more: int = 0) -> float:
@@ -118,36 +131,47 @@ def room_beside(todo: Plan, solver: Solver, max_memory: float, more: int = 0) ->
 
 
 def estimate_cost(
-    model: nn.Module, todo: Plan, recipe: Recipe, batches: Sequence[Any], optional: bool = True
-) -> CalibrationCost:
+    model: nn.Module, todo: Plan, recipe: Recipe, batches: Sequence[Any], optional: bool = True,
+    room: float | None = None,
+) -> CalibrationCost:  # fmt: skip
     """Measure one run of the model on the first batch, one update of each statistic of each shape, and trial solutions
     of random weights, the smallest shapes first, for SECONDS; larger shapes are taken in proportion to the operations.
 
     Changes nothing, torch's random state included. Time and memory of rewrites and tuners are not estimated. A weight
-    with several rows in the plan is solved for each of them. optional: as for :func:`~..solve.stages`.
+    with several rows in the plan is solved for each of them. optional: as for :func:`~..solve.stages`. room: bytes for
+    the statistics of a block, which takes several runs of it if they exceed that.
     """
     weights = {row.name: row for row in todo.active if row.call is None and row.tensor is not None}
     ids = {id(row.tensor): name for name, row in weights.items()}
     batch, solver = batches[0], recipe.solver
     several = sum(map(extent, batches)) / max(1, extent(batch))  # all batches, in units of the first
-    inputs = _Inputs({}, {})
+    inputs = _Inputs({}, {}, {})
     with inference_mode(model):
         begin = time.perf_counter()
-        with InputHooks(ids, inputs.see, token_mask(batch)):
+        with InputHooks(ids, inputs.see, token_mask(batch), see_expert=inputs.see_expert):
             segments = calibration_segments(model, ids, batch)
         once = time.perf_counter() - begin
         hidden = max((_hidden_bytes(model, batch, s) for s in segments if s.blocks), default=0)
     names = (*solver.needs, *(solver.wants if optional else ())) if solver.needs else ()
     single = tuple(name for name in names if not STATISTICS[name].paired)
     paired = names != single
-    runs = _runs(model, segments, len(batches), paired) if names else _Runs(0.0, 0.0)
+    room = math.inf if room is None else room
+
+    def passes(block: Sequence[str]) -> int:
+        return max(1, math.ceil(_statistics_bytes(names, inputs, block) / room))
+
+    runs = _runs(model, segments, len(batches), paired, passes) if names else _Runs(0.0, 0.0)
     blocks = [  # pairs: in chains only
         (names if s.blocks else single, [name for name in block if name not in s.repeated])
         for s in segments
         for block in s.sites
     ]
     seen = [(kinds, name) for kinds, block in blocks for name in block if name in inputs.tokens]
-    shapes = [(kinds, inputs.shape(name), _device(weights[name])) for kinds, name in seen]
+    shapes = [
+        (single if name in inputs.experts else kinds, inputs.shape(name), _device(weights[name]))
+        for kinds, name in seen
+        for _ in range(inputs.experts.get(name, 1))
+    ]
     updates = {shape: _updated(*shape)[1] for shape in set(shapes)}
     return CalibrationCost(
         round(several * max(inputs.tokens.values(), default=0)),
@@ -155,26 +179,32 @@ def estimate_cost(
         once * several * runs.outputs,
         several * sum(updates[shape] for shape in shapes),
         _solving(todo.active, solver, inputs),
-        max((_statistics_bytes(kinds, inputs, block) for kinds, block in blocks), default=0),
+        round(min(room, max((_statistics_bytes(kinds, inputs, block) for kinds, block in blocks), default=0))),
         math.ceil(hidden * several) * (2 if paired else 1) if names else 0,
         tuple(step.name for step in (*recipe.rewrites, *recipe.tuners)),
     )
 
 
 class _Inputs(NamedTuple):
-    """Of each weight that the first batch reaches: tokens, and (groups, width) of its inputs."""
+    """Of each weight that the first batch reaches: tokens, and (groups, width) of its inputs; of experts their number,
+    the tokens of one on average, and one group."""
 
     tokens: dict[str, int]
     widths: dict[str, tuple[int, int]]
+    experts: dict[str, int]
 
     def see(self, name: str, x: Tensor) -> None:
         self.tokens[name] = self.tokens.get(name, 0) + x.shape[1]
         self.widths[name] = x.shape[0], x.shape[2]
 
+    def see_expert(self, expert: Expert, x: Tensor) -> None:
+        self.see(expert.name, x)
+        self.experts[expert.name] = expert.count
+
     def shape(self, name: str) -> tuple[int, int, int]:
         """(groups, tokens, width)"""
         groups, width = self.widths[name]
-        return groups, self.tokens[name], width
+        return groups, math.ceil(self.tokens[name] / self.experts.get(name, 1)), width
 
 
 def extent(batch: Any) -> int:
@@ -197,7 +227,10 @@ class _Runs(NamedTuple):
     outputs: float
 
 
-def _runs(model: nn.Module, segments: Sequence[CalibrationSegment], count: int, paired: bool) -> _Runs:
+def _runs(
+    model: nn.Module, segments: Sequence[CalibrationSegment], count: int, paired: bool,
+    passes: Callable[[Sequence[str]], int],
+) -> _Runs:  # fmt: skip
     """A block runs for its statistics, in float if statistics are paired, and quantized for the next one; weights
     outside of chains take runs of the whole model, and tables that are looked up too some more to compare candidates.
     """
@@ -207,7 +240,10 @@ def _runs(model: nn.Module, segments: Sequence[CalibrationSegment], count: int, 
         if segment.blocks:
             for b, ((_, block), names) in enumerate(zip(segment.blocks, segment.sites, strict=True)):
                 share = sum(p.numel() for p in block.parameters() if p.ndim > 1) / max(1, whole)
-                inputs += share * (bool(names) + paired) * (b <= segment.last)
+                own = [name for name in names if name not in segment.repeated]
+                times = bool(names) * passes(own)
+                again = paired and times > 1  # the float model's outputs after the last pass
+                inputs += share * (times + paired * max(1, times) + again) * (b <= segment.last)
                 outputs += share * (b < segment.last)
         else:
             inputs += 1
@@ -251,16 +287,22 @@ def _updated(names: Sequence[str], shape: tuple[int, int, int], device: torch.de
 
 
 def _statistics_bytes(names: Sequence[str], inputs: _Inputs, block: Sequence[str]) -> int:
+    total = 0
     with torch.device("meta"):
-        states = [STATISTICS[s].init(*inputs.widths[name])[0] for name in block if name in inputs.widths for s in names]
-    return sum(int(state.nbytes) for state in states)
+        for name in block:
+            if name in inputs.widths:
+                kinds = [STATISTICS[s] for s in names if name not in inputs.experts or not STATISTICS[s].paired]
+                states = [kind.init(*inputs.widths[name])[0] for kind in kinds]
+                total += inputs.experts.get(name, 1) * sum(int(state.nbytes) for state in states)
+    return total
 
 
 @dataclass
 class _Kind:
-    """Weights that take equally long to solve. operations: of one, in proportion."""
+    """Weights that take equally long to solve: whole, or matrices of experts. operations: of one, in proportion."""
 
     row: PlanRow
+    shape: tuple[int, ...]
     groups: int
     width: int
     operations: float
@@ -275,10 +317,11 @@ def _solving(rows: Sequence[PlanRow], solver: Solver, inputs: _Inputs) -> float:
         if row.call is not None or row.tensor is None or (solver.needs and row.name not in inputs.widths):
             continue
         groups, width = inputs.widths.get(row.name, (1, 1))
-        elements = float(math.prod(row.shape))
+        shape, count = (row.shape[1:], row.shape[0]) if _by_expert(row) else (row.shape, 1)
+        elements = float(math.prod(shape))
         operations = elements * width + groups * width**3 if "hessian" in solver.needs else elements
-        key = (row.shape, row.scheme, row.layout, groups, width)
-        kinds.setdefault(key, _Kind(row, groups, width, operations)).count += 1
+        key = (shape, row.scheme, row.layout, groups, width)
+        kinds.setdefault(key, _Kind(row, shape, groups, width, operations)).count += count
     total = spent = rate = 0.0  # rate: seconds of an operation in the last trial
     for kind in sorted(kinds.values(), key=lambda k: k.operations):
         if not rate or spent + rate * kind.operations <= SECONDS:
@@ -295,7 +338,7 @@ def _trial(kind: _Kind, solver: Solver) -> float:
     assert scheme is not None
     assert site is not None
     assert tensor is not None
-    x = _random(row.shape, device).to(tensor.dtype)
+    x = _random(kind.shape, device).to(tensor.dtype)
     x = x.transpose(-2, -1).contiguous() if site.transposed else x
     names = (*solver.needs, *solver.wants) if solver.needs else ()
     states = _updated(names, (kind.groups, ROWS, kind.width), device)[0]
@@ -303,4 +346,5 @@ def _trial(kind: _Kind, solver: Solver) -> float:
     if "hessian" in seen.stats:  # positive definite, as one of enough tokens
         diagonal = seen.stats["hessian"].diagonal(dim1=-2, dim2=-1)
         diagonal.add_(0.1 * diagonal.mean())
-    return seconds_of(lambda: solve_weight(x, scheme, row.name, row.layout, site.op, solver, seen), device)
+    layout, op = (row.layout, site.op) if kind.shape == row.shape else ("plain", "linear")
+    return seconds_of(lambda: solve_weight(x, scheme, row.name, layout, op, solver, seen), device)

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...kernels import recurrent
+from ...planning.parameters import EXPERTS, kind_of
 
 See = Callable[[str, Tensor], None]  # (parameter name, inputs as float32 [groups, tokens, width])
 
@@ -66,7 +67,7 @@ class InputHooks(TorchFunctionMode):
             if found is not None and name is not None:
                 x = self._counting(found[0])
                 self.see(name, found[2](x) if self.unfold else x.detach().float())
-            elif found is not None and self.see_expert is not None:
+            elif found is not None and self.see_expert is not None and isinstance(found[1], Tensor):
                 expert = self.experts.get(found[1])
                 if expert is not None:
                     self.see_expert(expert, found[2](found[0]))
@@ -79,13 +80,9 @@ class InputHooks(TorchFunctionMode):
         out = func(*args, **kwargs)
         if func is Tensor.__getitem__ and self.see_expert is not None:
             w, index = args
-            name = self.weights.get(id(w))
-            if (
-                name is not None
-                and w.ndim == 3
-                and (index.ndim == 0 if isinstance(index, Tensor) else type(index) is int)
-            ):
-                self.experts[out] = Expert(name, int(index), len(w))
+            name, one = self.weights.get(id(w)), index.ndim == 0 if isinstance(index, Tensor) else type(index) is int
+            if name is not None and one and w.ndim == 3:
+                self.experts[out] = Expert(name, int(index) % len(w), len(w))
         return out
 
     def _counting(self, x: Tensor) -> Tensor:
@@ -100,10 +97,10 @@ class InputHooks(TorchFunctionMode):
 
 
 @contextmanager
-def without_padding(experts: Iterable[nn.Module], mask: Tensor | None) -> Iterator[None]:
-    """Inside, modules of experts compute only the tokens that count, and return zeros for the others.
+def without_padding(modules: Iterable[nn.Module], mask: Tensor | None) -> Iterator[None]:
+    """Inside, those of the modules that are experts of transformers compute only the tokens that count, and return
+    zeros for the others. Their arguments and their result have one row for each token of a batch.
 
-    experts     modules whose arguments and result have one row for each token of a batch
     mask        bool [batch, length]: tokens that count; None: all
     """
     if mask is None or bool(mask.all()):
@@ -131,7 +128,9 @@ def without_padding(experts: Iterable[nn.Module], mask: Tensor | None) -> Iterat
 
     calls: list[bool] = []
     with ExitStack() as hooks:
-        for module in experts:
+        for module in modules:
+            if kind_of(module) not in EXPERTS:
+                continue
             hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
             hooks.enter_context(module.register_forward_hook(after))
         yield

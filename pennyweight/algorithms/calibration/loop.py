@@ -357,9 +357,10 @@ class CalibrationLoop:
                     passes.append({})
                     room = self.max_ram
                     continue
-                passes[-1][name] = range(start, min(start + some, count))
-                room -= each * len(passes[-1][name] or ())
-                start += some
+                end = min(start + some, count)
+                passes[-1][name] = range(start, end) if end - start < count else None
+                room -= each * (end - start)
+                start = end
         return [one for one in passes if one]
 
 

@@ -115,7 +115,7 @@ def _cost(task: SearchTask) -> SearchCost:
     trials = options * len(task.measuring)
     solved = sum(o.nbytes for some in task.known.values() for o in some if o.config is not None)
     return SearchCost(
-        len(names), options, estimate_cost(model, task.plan, task.recipe, task.solving, optional=False),
+        len(names), options, estimate_cost(model, task.plan, task.recipe, task.solving, False, task.room),
         trials * len(names), trials * len(took), measuring, WHOLE_RUNS * several * run,
         solving_bytes(task.plan, task.recipe.solver) + most(task.known), solved,
     )  # fmt: skip

@@ -6,8 +6,9 @@ weight is in memory at a time. Files of ours are assembled from their parts, fou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from ...algorithms.solve import solve
 from ...core.spec import DTYPES
 from ...io.checkpoint import open_files
 from ...io.config_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY
-from ...io.file import CheckpointError, KeyedError
+from ...io.file import CheckpointError, KeyedError, checkpoint_errors
 from ...io.manifest import Meta, stored_parts
+from ...io.merged_weights import Merge, Source, converted_name
 from ...io.output_formats import convert_exactly
 from ...io.saving import algorithm_of
 from ...io.state_dict import build, flatten, slots_of
@@ -48,6 +50,8 @@ class PennyweightQuantizer(HfQuantizer):
         self.report_rows: dict[str, Row] = {}  # report rows, by first name
         self.held: dict[str, Meta] = {}  # files of ours: the quantized tensors
         self.owner: dict[str, str] = {}  # stored part -> its tensor
+        self.converters: dict[str, tuple[Any, str]] = {}  # of tensors that the model merges: converter and its pattern
+        self.merged: dict[str, list[str]] = {}  # what it merges them into -> the tensors
         self.dtypes: dict[str, torch.dtype] = {}  # of all stored tensors
         self.path = ""
         self._model: Any = None  # during loading; transformers before 5.21 does not pass it to all methods
@@ -116,10 +120,10 @@ class PennyweightQuantizer(HfQuantizer):
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         if param_name in self.rows:
             return self.rows[param_name].bytes_after / max(1, param.numel())
-        meta = self.held.get(param_name)
-        if meta is None:
+        names = self.merged.get(param_name) or [name for name in (param_name,) if name in self.held]
+        if not names:
             return param.element_size()
-        stored = stored_parts(param_name, meta).values()
+        stored = [part for name in names for part in stored_parts(name, self.held[name]).values()]
         return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in stored) / max(1, param.numel())
 
     def get_quantize_ops(self) -> ConversionOps:
@@ -155,25 +159,43 @@ class PennyweightQuantizer(HfQuantizer):
             names = {n: n for n in self.rows} | {n.removeprefix(prefix): n for n in self.rows}
             names |= {prefix + n: n for n in self.rows if prefix + n not in names}
             return [*weight_conversions, _Float(self, names, {})]
+        found = {name: converted_name(name, weight_conversions) for name in self.held}
+        self.converters = {name: (c, pattern) for name, (_, c, pattern) in found.items() if pattern is not None}
         renamings = [c for c in weight_conversions if isinstance(c, WeightRenaming)]
-        renamed = {_renamed(s, renamings): _renamed(name, renamings) for s, name in self.owner.items()}
-        self._check_names(set(renamed.values()), weight_conversions, model)
+        self.merged = {}
+        for name in self.converters:
+            target = found[name][0]
+            of_shape = all(getattr(op, "check_dims", False) for op in self.converters[name][0].operations)
+            if target == _renamed(name, renamings) and not of_shape:  # was it quantized before or after that?
+                raise ValueError(
+                    f"{self.path}: {name} was quantized as it is stored, but {type(model).__name__} changes it while "
+                    "loading; quantize the float checkpoint while loading it, and save the result"
+                )
+            self.merged.setdefault(target, []).append(name)
+        renamed = {_renamed(stored, renamings): found[name][0] for stored, name in self.owner.items()}
         return [_Parts(self, renamed, _ops_by_name(model)), *weight_conversions]
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         return None if isinstance(converter, _Parts) else super().get_new_dtype(converter, param, dtype)
 
-    def _check_names(self, names: Iterable[str], conversions: list[Any], model: Any) -> None:
-        """Raise ValueError for weights that the model merges during loading: each has its own scales."""
+    def merge(self, target: str, parts: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+        """The parameters, by name, that a conversion of transformers makes of several weights with these stored parts.
+        Raises CheckpointError."""
+        names = dict.fromkeys(self.owner[stored] for stored in parts)
+        merge = Merge(self.converters[next(iter(names))][0], target)
         for name in names:
-            for c in conversions:
-                if isinstance(c, WeightConverter) and c.compiled_sources.search(name):
-                    raise ValueError(
-                        f"{self.path}: {name} was quantized separately, but {type(model).__name__} loads it merged "
-                        "with others; quantize the float checkpoint while loading it, and save the result"
-                    )
+            own = {stored: parts[stored] for stored in stored_parts(name, self.held[name]) if stored in parts}
+            read = partial(self.assemble, name, own)
+            merge.add(self.converters[name][1], Source(name, str(self.held[name].spec), read))
+        with checkpoint_errors(self.path):
+            return merge.run(model)
 
-    def assemble(self, name: str, parts: dict[str, Tensor], target: Tensor, ops: tuple[str, ...]) -> nn.Parameter:
+    def place(self, w: Any, target: Tensor, ops: tuple[str, ...]) -> nn.Parameter:
+        """A weight as a parameter in place of ``target``, packed for its kernel."""
+        w = w if w.dtype == target.dtype else w.to(target.dtype)
+        return nn.Parameter(prepare(w, ops) if w.ndim > 1 else w, requires_grad=False)
+
+    def assemble(self, name: str, parts: dict[str, Tensor]) -> Any:
         """A quantized tensor from its stored parts. Raises CheckpointError."""
         meta = self.held[name]
         try:
@@ -181,11 +203,9 @@ class PennyweightQuantizer(HfQuantizer):
             if lost:
                 raise KeyedError(name, f"part {min(lost)} is missing")
             check_data(name, meta, lambda stored: parts[stored].cpu())
-            w: Any = build(name, meta, parts.__getitem__)
+            return build(name, meta, parts.__getitem__)
         except KeyedError as e:
             raise CheckpointError(self.path, e.name, str(e)) from e
-        w = w if w.dtype == target.dtype else w.to(target.dtype)
-        return nn.Parameter(prepare(w, ops) if w.ndim > 1 else w, requires_grad=False)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         if getattr(model, "_hf_peft_config_loaded", False):
@@ -204,7 +224,7 @@ class PennyweightQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         # Conversions of names and tensors on load are not undone on saving: they do not support stored parts
         model._weight_conversions = []
-        self.rows, self.report_rows, self.owner, self._model = {}, {}, {}, None
+        self.rows, self.report_rows, self.owner, self.converters, self.merged, self._model = {}, {}, {}, {}, {}, None
         return model
 
     def is_serializable(self) -> bool:
@@ -353,12 +373,18 @@ class _Float(_ByName):
 
 
 class _Parts(_ByName):
-    """A weight of our files, assembled from its stored parts."""
+    """A weight of our files, assembled from its stored parts; or merged from several of them."""
 
     pattern = "pennyweight-part"
 
     def convert(self, layer_name: str, model: Any = None, **kwargs: Any) -> dict[str, Any]:
         parts = {stored: tensors[0] for stored, tensors in self.materialize_tensors().items()}
         name = self.quantizer.owner[next(iter(parts))]
-        target, ops = model.get_parameter_or_buffer(layer_name), self.ops.get(layer_name, ("linear",))
-        return {layer_name: self.quantizer.assemble(name, parts, target, ops)}
+        if name in self.quantizer.converters:
+            found = self.quantizer.merge(layer_name, parts, model)
+        else:
+            found = {layer_name: self.quantizer.assemble(name, parts)}
+        return {
+            name: self.quantizer.place(w, model.get_parameter_or_buffer(name), self.ops.get(name, ("linear",)))
+            for name, w in found.items()
+        }

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...algorithms.calibration.batches import each
 from ...algorithms.calibration.block_order import inference_mode
-from ...algorithms.calibration.input_hooks import InputHooks, require_finite
+from ...algorithms.calibration.input_hooks import Expert, InputHooks, require_finite, without_padding
 from ...planning.run_batch import run_batch, token_mask
 from ..file import CheckpointError, RawFile, checkpoint_errors
 from .blocks import TYPES
@@ -271,32 +271,26 @@ def collect_imatrix(model: nn.Module, batches: Any, config: Mapping[str, Any] | 
     sums: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}
 
-    def see(name: str, x: Tensor) -> None:
-        name, _, expert = name.partition("[")
+    def see(name: str, x: Tensor, row: int = 0) -> None:
         require_finite(name, x)
         p, x = weights[name], x.flatten(0, 1)
         if name not in sums:
             rows = p.shape[0] if p.ndim == 3 else 1
             sums[name] = torch.zeros((rows, x.shape[1]), dtype=torch.float64, device="cpu")
             counts[name] = torch.zeros(rows, dtype=torch.float64, device="cpu")
-        i = int(expert[:-1]) if expert else 0
-        sums[name][i] += x.square().sum(0, dtype=torch.float64).cpu()
-        counts[name][i] += x.shape[0]
+        sums[name][row] += x.square().sum(0, dtype=torch.float64).cpu()
+        counts[name][row] += x.shape[0]
 
-    tokens = 0
-    implementation = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    def see_expert(expert: Expert, x: Tensor) -> None:
+        see(expert.name, x, expert.index)
+
+    tokens, ids = 0, {id(p): name for name, p in weights.items()}
     with inference_mode(model):
-        try:
-            if implementation not in (None, "eager"):
-                model.set_experts_implementation("eager")  # type: ignore[operator]
-            for batch in each(batches, "batches"):
-                mask = token_mask(batch)
-                with _ExpertHooks(weights, see, mask):
-                    run_batch(model, batch)
-                tokens = max(tokens, *(int(c.max()) for c in counts.values()), 0)
-        finally:
-            if implementation not in (None, "eager"):
-                model.set_experts_implementation(implementation)  # type: ignore[operator]
+        for batch in each(batches, "batches"):
+            mask = token_mask(batch)
+            with without_padding(model.modules(), mask), InputHooks(ids, see, mask, see_expert=see_expert):
+                run_batch(model, batch)
+            tokens = max(tokens, *(int(c.max()) for c in counts.values()), 0)
     moments: dict[str, Moments] = {}
     stored = {other: name for name in weights for other in names_in_memory(name)}
     for other, mapped in to_gguf(stored, config).items():
@@ -304,19 +298,3 @@ def collect_imatrix(model: nn.Module, batches: Any, config: Mapping[str, Any] | 
         if mapped.name is not None and name in sums:
             moments[mapped.name] = Moments(sums[name].float(), counts[name].float())
     return Imatrix(moments, chunks=1 if moments else 0, chunk_size=tokens)
-
-
-class _ExpertHooks(InputHooks):
-    """Input hooks that also see products with one expert ``weight[i]`` of a stack, under the name "weight[i]"."""
-
-    def __init__(self, weights: Mapping[str, nn.Parameter], see: Any, mask: Tensor | None) -> None:
-        super().__init__({id(p): name for name, p in weights.items()}, see, mask)
-        self._stacks = {id(p): name for name, p in weights.items() if p.ndim == 3}
-        self._views: list[Tensor] = []  # keeps the ids in use
-
-    def __torch_function__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_function__(func, classes, args, kwargs)
-        if func is Tensor.__getitem__ and id(args[0]) in self._stacks and out.ndim == 2:
-            self._views.append(out)
-            self.weights[id(out)] = f"{self._stacks[id(args[0])]}[{int(args[1])}]"
-        return out
