@@ -122,7 +122,7 @@ def _solve_experts(
         signal, noise = signal + power, noise + lost
         if solution.error is not None and solution.nearest is not None:
             error, nearest = error + own.tokens * solution.error, nearest + own.tokens * solution.nearest
-        notes[solution.note if with_data else f"rounded to nearest: {NO_DATA}"] += 1
+        notes[(solution.note or own.note) if with_data else f"rounded to nearest: {NO_DATA}"] += 1
         found.append(solution.parts.map(lambda p: p.unsqueeze(0)))
         del own
     parts = stack_rows(found)._replace(**static_parts(scheme, x.device))

@@ -39,9 +39,10 @@ def towards_float(solver: GPTQ, task: Task, difference: Tensor) -> Tensor:
     target = task.weight.double().clone()
     hessians = task.stats["hessian"]
     for rows, hessian, drift in zip(target.chunk(len(hessians)), hessians, task.stats["drift"], strict=True):
-        f = inverse_cholesky(hessian, solver.damping_of(len(hessian), task.tokens), solver.activation_order)
+        damping, shrinkage = (of(len(hessian), task.tokens) for of in (solver.damping_of, solver.shrinkage_of))
+        f = inverse_cholesky(hessian, damping, solver.activation_order, shrinkage)
         if f is not None:
-            damped = hessian.double() + f.damping * hessian.diagonal().double().mean() * torch.eye(len(hessian))
+            damped = hessian.double() + f.added.double().diag()
             rows += solver.asymmetric * torch.linalg.solve(damped, drift.double().t() @ rows.t()).t()
     return output_error(task.weight + difference.double() - target, hessians.double())
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -11,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ...distributed import all_reduce
+from ...planning.parameters import EXPERTS, FIRST, kind_of
 from .input_hooks import Expert, InputHooks, require_finite, without_padding
-from .statistics import STATISTICS, State, Statistic
+from .statistics import STATISTICS, State, Statistic, add
 
 
 @dataclass
@@ -24,6 +27,7 @@ class CollectedStatistics:
     everything  then those of all data
     experts     those of each matrix of a parameter [experts, out, in] whose matrices are multiplied one by one, with
                 G = 1; ``stats`` is then empty
+    note        for the report
     """
 
     stats: dict[str, Tensor] = field(default_factory=dict)
@@ -31,6 +35,7 @@ class CollectedStatistics:
     looked_up: bool = False
     everything: CollectedStatistics | None = None
     experts: Sequence[CollectedStatistics] = ()
+    note: str = ""
 
 
 @dataclass
@@ -68,6 +73,9 @@ class Collector:
     queries, keys and values, share them: one Hessian instead of three. Experts get no paired statistics: a router may
     give an expert other tokens in the float model.
 
+    Means over the inputs of an expert's first projection count the tokens of all experts too, with the weight of as
+    many tokens as there are inputs: few tokens of its own say little about directions that they do not show.
+
     weights     id of a parameter in ``model`` -> its name
     only        name -> the experts whose statistics are collected; default: all
     """
@@ -80,6 +88,14 @@ class Collector:
         self.model = model
         self.experts: dict[str, ExpertStates] = {}
         self.counts: dict[str, int] = {}  # of experts
+        self.shared: dict[str, dict[str, State]] = {}  # of the tokens of all experts
+        self.first = {
+            name: module
+            for path, module in model.named_modules()
+            if kind_of(module) in EXPERTS
+            for name in (f"{path}.{param}" if path else param for param in FIRST)
+            if name in weights.values()
+        }
         self.groups: list[_SameInputs] = []
         self.tokens = dict.fromkeys(weights.values(), 0)
         self.float_inputs: dict[str, list[Tensor]] = {}
@@ -101,8 +117,11 @@ class Collector:
     def run(self, run: Callable[[], Any], mask: Tensor | None) -> None:
         with (
             without_padding(self.model.modules(), mask),
+            ExitStack() as hooks,
             InputHooks(self.weights, self._see, mask, see_expert=self._see_expert),
         ):
+            for name, module in self.first.items():
+                hooks.enter_context(module.register_forward_pre_hook(partial(self._see_all, name)))
             run()
         self._add()
 
@@ -123,6 +142,15 @@ class Collector:
             self._add()
             self.waiting = _Inputs([name], x.clone(), x_float)
         self.tokens[name] += x.shape[1]
+
+    def _see_all(self, name: str, module: nn.Module, args: Any) -> None:
+        """The tokens of all experts, when their module is called."""
+        if args and isinstance(args[0], Tensor) and args[0].ndim == 2 and len(args[0]):
+            x = args[0].detach().unsqueeze(0).float()
+            require_finite(name, x)
+            for statistic in self.single:
+                if statistic.merge is add:
+                    self._update(self.shared.setdefault(name, {}), statistic, x)
 
     def _see_expert(self, expert: Expert, x: Tensor) -> None:
         only = self.only.get(expert.name)
@@ -165,11 +193,13 @@ class Collector:
         tokens = dict(self.tokens)
         groups = [_SameInputs(set(group.names), dict(group.states)) for group in self.groups]
         experts = {name: {e: dict(one) for e, one in some.items()} for name, some in self.experts.items()}
+        shared, self.shared = self.shared, {}
         if not more:
             self.groups, self.experts = [], {}
         if all_reduce.is_distributed():
             tokens, groups = self._of_all_ranks(tokens, groups)
             experts = self._experts_of_all_ranks(experts)
+            shared = self._shared_of_all_ranks(shared)
         found = {name: CollectedStatistics({}, n) for name, n in tokens.items()}
         for group in groups:
             for statistic in list(group.states):
@@ -177,8 +207,21 @@ class Collector:
                 for name in group.names:
                     found[name].stats[statistic] = value
         for name, some in experts.items():
-            found[name].experts = [_finished(some.pop(e, {})) for e in range(self.counts[name])]
+            only, every = self.only.get(name), shared.pop(name, {})
+            found[name].experts = [
+                _finished(some.pop(e, {}), every if only is None or e in only else {}) for e in range(self.counts[name])
+            ]
         return found
+
+    def _shared_of_all_ranks(self, shared: dict[str, dict[str, State]]) -> dict[str, dict[str, State]]:
+        merged: dict[str, dict[str, State]] = {}
+        for name in self.first:
+            own = shared.get(name, {})
+            for statistic in self.single:
+                state = all_reduce.merge_states(statistic, own.pop(statistic.name, None))
+                if state is not None:
+                    merged.setdefault(name, {})[statistic.name] = state
+        return merged
 
     def _experts_of_all_ranks(self, experts: dict[str, ExpertStates]) -> dict[str, ExpertStates]:
         """Merged, one statistic of one expert at a time."""
@@ -216,7 +259,13 @@ class Collector:
         return tokens, groups
 
 
-def _finished(states: dict[str, State]) -> CollectedStatistics:
-    """Of one expert."""
+def _finished(states: dict[str, State], shared: Mapping[str, State]) -> CollectedStatistics:
+    """Of one expert, whose states are used up, and of all."""
+    own = max((count for _, count in states.values()), default=0)
+    for name, (total, count) in shared.items():
+        width = total.shape[-1]
+        mine, n = states.get(name) or STATISTICS[name].init(1, width)
+        states[name] = mine.to(total.device).add_(total, alpha=width / max(1, count)), n + width
     tokens = max((count for _, count in states.values()), default=0)
-    return CollectedStatistics({name: STATISTICS[name].finish(states.pop(name)) for name in list(states)}, tokens)
+    found = {name: STATISTICS[name].finish(states.pop(name)) for name in list(states)}
+    return CollectedStatistics(found, tokens, note="" if own or not shared else "solved with the tokens of all experts")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...distributed import all_reduce
 from ...distributed.rank_group import RankGroup
 from ...planning.config_resolution import PlanError
-from ...planning.parameters import kind_of
+from ...planning.parameters import EXPERTS, FIRST, kind_of
 from ...planning.plan import PlanRow
 from ...planning.quantize_report import nbytes_of, size
 from ...planning.run_batch import token_mask
@@ -312,56 +312,50 @@ class CalibrationLoop:
         for names in segment.sites:
             needed = 0
             for name in names:
-                count, each = self._statistics_bytes(name)
-                needed += 0 if name in segment.repeated else count * each
-                if each > self.max_ram:
+                need = self._needed(name)
+                needed += 0 if name in segment.repeated else need.matrices * need.each + need.shared
+                least = need.each + need.shared
+                if least > self.max_ram:
+                    whose, room = "its inputs" if need.matrices == 1 else "the inputs of an expert", size(self.max_ram)
                     raise PlanError(
-                        f"{name}: the statistics of {'its inputs' if count == 1 else 'the inputs of an expert'} take "
-                        f"{size(each)}, the memory limit leaves {size(self.max_ram)} for them; raise it (max_ram or "
-                        "max_memory), or use an algorithm with smaller statistics, such as 'imatrix' or 'nearest'"
+                        f"{name}: the statistics of {whose} take {size(least)}, the memory limit leaves {room} for them; "
+                        "raise it (max_ram or max_memory), or use an algorithm with smaller statistics, such as "
+                        "'imatrix' or 'nearest'"
                     )
             if hidden + needed > self.max_ram:
                 for store in stores:
                     if store is not None and store.folder is None:
                         store.folder = Path(folder)
 
-    def _statistics_bytes(self, name: str) -> tuple[int, int]:
-        """(matrices with inputs of their own, bytes of the statistics of each) of a weight."""
-        count, width = self.inputs.get(name, (0, 0))
+    def _needed(self, name: str) -> _Needed:
+        inputs = self.inputs.get(name, _Inputs(1, 0, False))
+        kinds = (*self.single, *(self.paired if inputs.matrices == 1 else ()))
         with torch.device("meta"):
-            states = [s.init(1, width)[0] for s in (*self.single, *self.paired)]
-        return count, sum(int(state.nbytes) for state in states)
+            each = sum(int(s.init(1, inputs.width)[0].nbytes) for s in kinds)
+        return _Needed(inputs.matrices, max(1, each), each if inputs.first else 0)
 
     def _passes(self, names: list[str], repeated: Set[str]) -> list[Pass]:
         """The weights in their order, as many in each pass as the memory limit allows."""
-        passes: list[Pass] = [{}] if names else []
-        if self.max_ram is None:
+        if self.max_ram is None or not names:
             return [dict.fromkeys(names)] if names else []
+        passes: list[Pass] = [{}]
         room = self.max_ram
         for name in names:
-            count, each = self._statistics_bytes(name)
             if name in repeated and passes[-1]:  # shares the statistics of the weight before
                 passes[-1][name] = None
                 continue
-            if count == 1 or count * each <= room:
-                if count * each > room:
-                    passes.append({})
-                    room = self.max_ram
-                passes[-1][name] = None
-                room -= count * each
-                continue
-            start = 0
-            while start < count:
-                some = int(room // each)
-                if some < 1:
+            need, start = self._needed(name), 0
+            while start < need.matrices:
+                some = int((room - need.shared) // need.each)
+                if some < 1 and passes[-1]:
                     passes.append({})
                     room = self.max_ram
                     continue
-                end = min(start + some, count)
-                passes[-1][name] = range(start, end) if end - start < count else None
-                room -= each * (end - start)
+                end = min(start + max(1, some), need.matrices)
+                passes[-1][name] = range(start, end) if end - start < need.matrices else None
+                room -= need.shared + need.each * (end - start)
                 start = end
-        return [one for one in passes if one]
+        return passes
 
 
 def parse_bytes(text: str | float, name: str = "") -> int:
@@ -373,19 +367,35 @@ def parse_bytes(text: str | float, name: str = "") -> int:
         raise PlanError(f'{prefix}a memory limit is a size such as "4 GB", or a number of bytes: {error}') from None
 
 
-def _inputs(model: nn.Module, weights: Mapping[int, str]) -> dict[str, tuple[int, int]]:
-    """Of each weight the number of its matrices with inputs of their own, and the width of these."""
-    found: dict[str, tuple[int, int]] = {}
+class _Inputs(NamedTuple):
+    """Of a weight: how many of its matrices have inputs of their own, and the width of these. first: it is the first
+    projection of experts."""
+
+    matrices: int
+    width: int
+    first: bool
+
+
+class _Needed(NamedTuple):
+    """Bytes of the statistics of each of so many matrices, and of those that they share."""
+
+    matrices: int
+    each: int
+    shared: int
+
+
+def _inputs(model: nn.Module, weights: Mapping[int, str]) -> dict[str, _Inputs]:
+    found: dict[str, _Inputs] = {}
     for module in model.modules():
         kind = kind_of(module)
-        for p in module._parameters.values():
+        for param, p in module._parameters.items():
             name = weights.get(id(p))
             if name is None or p is None:
                 continue
             if kind is not None and "convolution" in kind.op:
                 across = p.shape[0] if "transposed" in kind.op else math.prod(p.shape[1:])
-                found[name] = int(getattr(module, "groups", 1)), across
+                found[name] = _Inputs(int(getattr(module, "groups", 1)), across, False)
             else:
                 width = max(p.shape[-2:]) if kind is None else p.shape[-2 if kind.transposed else -1]
-                found[name] = p.shape[0] if p.ndim == 3 else 1, width
+                found[name] = _Inputs(p.shape[0] if p.ndim == 3 else 1, width, kind in EXPERTS and param in FIRST)
     return found

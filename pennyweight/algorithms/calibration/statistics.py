@@ -58,7 +58,7 @@ def collect(name: str, batches: Any) -> Tensor:
     return it.finish(state)[0]
 
 
-def _sum(a: State, b: State) -> State:
+def add(a: State, b: State) -> State:
     return a[0] + b[0], a[1] + b[1]
 
 
@@ -99,7 +99,7 @@ HESSIAN = register_statistic(
         "hessian",  # E[x x^T]: Hessian of the squared output error with respect to the weight
         _square,
         lambda s, x: (_add_products(s[0], x), s[1] + x.shape[1]),
-        _sum,
+        add,
         lambda s: _mirrored(_mean(s)),
     )
 )
@@ -108,16 +108,16 @@ DRIFT = register_statistic(
         "drift",  # E[(x_float - x) x^T]: error of the inputs that the layer should compensate
         _square,
         lambda s, x, x_float: (s[0].baddbmm_((x_float - x).mT, x), s[1] + x.shape[1]),
-        _sum,
+        add,
         _mean,
         paired=True,
     )
 )
 SECOND_MOMENT = register_statistic(
-    Statistic("second_moment", _row, lambda s, x: (s[0] + x.square().sum(1), s[1] + x.shape[1]), _sum, _mean)
+    Statistic("second_moment", _row, lambda s, x: (s[0] + x.square().sum(1), s[1] + x.shape[1]), add, _mean)
 )
 ABSMEAN = register_statistic(
-    Statistic("absmean", _row, lambda s, x: (s[0] + x.abs().sum(1), s[1] + x.shape[1]), _sum, _mean)
+    Statistic("absmean", _row, lambda s, x: (s[0] + x.abs().sum(1), s[1] + x.shape[1]), add, _mean)
 )
 ABSMAX = register_statistic(
     Statistic(

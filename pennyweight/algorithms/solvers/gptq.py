@@ -42,17 +42,21 @@ class CholeskyFactor(NamedTuple):
     """Upper triangular U [K, K] with H^-1 = U^T U, where H is damped and its columns are in ``order`` [K].
 
     damping     as a fraction of the mean of H's diagonal
+    added       float32 [K], what was added to H's diagonal, in H's own order
     """
 
     upper: Tensor
     order: Tensor
     damping: float
+    added: Tensor
 
 
-def inverse_cholesky(hessian: Tensor, damping: float, activation_order: bool) -> CholeskyFactor | None:
+def inverse_cholesky(
+    hessian: Tensor, damping: float, activation_order: bool, shrinkage: float = 0.0
+) -> CholeskyFactor | None:
     """Cholesky factor of the inverse of a Hessian [K, K] ("Step 3: Cholesky Reformulation").
 
-        H <- H + damping mean(diag H) I;  H^-1 = U^T U
+        H <- H + damping mean(diag H) I + shrinkage / (1 - shrinkage) diag(H);  H^-1 = U^T U
 
     With F the columns j, j + 1, .., row j of U is row j of H_F^-1 over the root of its diagonal, U_jj^2 = [H_F^-1]_jj:
     all that eq. 2 needs, so that the loop does not update an inverse (eq. 3, 5). U is the inverse of the factor R of
@@ -62,6 +66,7 @@ def inverse_cholesky(hessian: Tensor, damping: float, activation_order: bool) ->
     channels differ by orders of magnitude.
 
     activation_order    columns with the largest diagonal of H first ("act-order" of the authors' code)
+    shrinkage           0 to 1: but for a factor, elements of H off its diagonal are multiplied by 1 - shrinkage
     """
     k = hessian.shape[0]
     diagonal = hessian.diagonal()
@@ -81,7 +86,8 @@ def inverse_cholesky(hessian: Tensor, damping: float, activation_order: bool) ->
         h = torch.empty(k, k, dtype=dtype, device=hessian.device)
         for rows in panels:
             h[rows] = hessian[backwards[rows]].index_select(1, backwards)
-        h.diagonal().add_(damping * mean)
+        added = damping * mean + shrinkage / (1 - shrinkage) * diagonal
+        h.diagonal().add_(added.index_select(0, backwards))
         least = 4 * torch.finfo(dtype).eps * h.diagonal()
         if cholesky_in_place(h) and bool((h.diagonal().square() > least).all()):  # smaller pivots are rounding errors
             invert_triangle(h)
@@ -89,7 +95,7 @@ def inverse_cholesky(hessian: Tensor, damping: float, activation_order: bool) ->
             for rows in panels:
                 upper[rows] = h[k - rows.stop : k - rows.start].flip(0, 1)
             if bool(upper.isfinite().all()):
-                return CholeskyFactor(upper, order, damping)
+                return CholeskyFactor(upper, order, damping, added.float())
         damping = max(10 * damping, 1e-4)
     return None
 
@@ -191,10 +197,10 @@ def _quantize_block(
         subtract_outer(w[j + 1 :], upper[j, j + 1 :], error)
 
 
-def undamped_error(damped: Tensor, difference: Tensor, hessian: Tensor, extra: float) -> Tensor:
-    """d H d^T of each row of a difference [N, K], in float64, from d H d^T + ``extra`` |d|^2 as float32. By a product
+def undamped_error(damped: Tensor, difference: Tensor, hessian: Tensor, added: Tensor) -> Tensor:
+    """d H d^T of each row of a difference [N, K], in float64, from d (H + diag(added)) d^T as float32. By a product
     with H [1, K, K] for rows of which damping is nearly all."""
-    error = damped.double() - extra * torch.linalg.vector_norm(difference, dim=1, dtype=torch.float64).square()
+    error = damped.double() - torch.linalg.vector_norm(difference * added.sqrt(), dim=1, dtype=torch.float64).square()
     unsure = error < damped / 32
     if unsure.any():
         error[unsure] = output_error(difference[unsure].double(), hessian)
@@ -218,6 +224,7 @@ def asymmetric_target(weight: Tensor, drift: Tensor, f: CholeskyFactor, share: f
 # -- solvers -----------------------------------------------------------------------------------------------------------
 
 LEAST, MOST = 0.01, 0.3  # damping by the number of tokens
+SHRINKAGE = 0.1  # with any number of tokens: other texts have other correlations (docs/log.md)
 AUTO = ("scheme", *SHRINKS[1:], "extreme", "mse", "weighted")
 
 
@@ -231,6 +238,9 @@ class GPTQ(Solver):
     damping     grows tenfold, per layer, until H is positive definite. None: inputs / (2 tokens), at least 0.01 and at
                 most 0.3, because statistics of few tokens do not generalize (docs/log.md). With fewer tokens than
                 inputs this value is the minimum, also if damping is given
+    shrinkage   0 to 1: how much of H's correlations is left out: elements off the diagonal are multiplied by
+                1 - shrinkage, because few tokens, or those of other texts, overstate them. None:
+                0.1 + 0.9 inputs / (inputs + tokens)
     activation_order    quantize columns with the largest inputs first; grids are fixed beforehand, so files need no
                 permutation
     grids       candidate range rules of blocks; each row uses the one with the smallest output error.
@@ -248,6 +258,7 @@ class GPTQ(Solver):
     """
 
     damping: float | None = 0.01
+    shrinkage: float | None = None
     activation_order: bool = True
     grids: tuple[str | float, ...] = ("scheme",)
     asymmetric: float = 0.0
@@ -260,6 +271,8 @@ class GPTQ(Solver):
             raise ValueError("gptq: grids must name at least one grid, such as ('scheme',)")
         if self.damping is not None and not 0 <= self.damping <= 1:
             raise ValueError(f"gptq: damping must be between 0 and 1, got {self.damping}")
+        if self.shrinkage is not None and not 0 <= self.shrinkage < 1:
+            raise ValueError(f"gptq: shrinkage must be at least 0 and below 1, got {self.shrinkage}")
         if not 0 <= self.asymmetric <= 1:
             raise ValueError(f"gptq: asymmetric must be between 0 and 1, got {self.asymmetric}")
 
@@ -282,6 +295,11 @@ class GPTQ(Solver):
         if self.damping is None:
             return suited
         return max(self.damping, suited) if 0 < tokens < inputs else self.damping
+
+    def shrinkage_of(self, inputs: int, tokens: int) -> float:
+        if self.shrinkage is not None:
+            return self.shrinkage
+        return SHRINKAGE + (1 - SHRINKAGE) * inputs / max(1, inputs + tokens) if tokens else SHRINKAGE
 
     def _grids(self, task: Task, scheme: QParamGrid, importance: Tensor) -> Iterator[QParamGrid]:
         """The candidates. That of the scheme, the first, is not made again."""
@@ -308,7 +326,8 @@ class GPTQ(Solver):
     def _solve(self, task: Task, hessian: Tensor, drift: Tensor | None) -> Solution:
         """A matrix whose rows have the same inputs: hessian and drift [K, K]."""
         damping = self.damping_of(hessian.shape[0], task.tokens)
-        f = inverse_cholesky(hessian, damping, self.activation_order)
+        shrinkage = self.shrinkage_of(hessian.shape[0], task.tokens)
+        f = inverse_cholesky(hessian, damping, self.activation_order, shrinkage)
         return solve_in_chunks(task, lambda part, _: self._solve_rows(part, hessian, drift, f, damping))
 
     def _solve_rows(
@@ -326,21 +345,21 @@ class GPTQ(Solver):
         keep = None if keep is None or bool(keep.all()) else keep
         scheme = make_grid(next(grid_candidates(task, ("scheme",), None))[1], task.spec, shape)
 
-        # Candidates are compared under damping, which generalizes better with few tokens: d H d^T + extra |d|^2
-        extra = float(f.damping * hessian.diagonal().mean())
+        # Candidates are compared under damping, which generalizes better: d (H + diag(added)) d^T
+        added = f.added
 
         def errors(values: Tensor) -> tuple[Tensor, Tensor]:
             """Of each row, without and with damping."""
             off = values - target
             error = output_error(off, h)
-            return error, error + extra * off.square().sum(1)
+            return error, error + off.square() @ added
 
         def from_nearest(error: Tensor) -> BestCandidate:
             return BestCandidate(scheme, rounded.codes[:n, :k], rounded_values, error, shape)
 
         if drift is None:
             exact = of_nearest
-            with_damping = (exact + extra * (rounded_values - target).square().sum(1)).float()
+            with_damping = (exact + (rounded_values - target).square() @ added).float()
         else:
             exact, with_damping = errors(rounded_values)
         found = from_nearest(with_damping)
@@ -350,11 +369,11 @@ class GPTQ(Solver):
             found.offer(g, codes, values, damped_error if by_loop else errors(values)[1])
         if self.sweeps:
             damped = hessian.clone()
-            damped.diagonal().add_(extra)
+            damped.diagonal().add_(added)
             refit_and_descend(found, target, damped, self.sweeps, keep=keep)
         by_loop = by_loop and not self.sweeps
         best = from_nearest(exact)  # at most round-to-nearest's error: guaranteed without damping
-        without = undamped_error(found.error, found.values - target, h, extra) if by_loop else errors(found.values)[0]
+        without = undamped_error(found.error, found.values - target, h, added) if by_loop else errors(found.values)[0]
         best.offer(found.grid, found.codes, found.values, without)
         wanted = damping if self.damping is None else self.damping
         note = "" if f.damping == wanted else f"damping raised to {f.damping:g}"

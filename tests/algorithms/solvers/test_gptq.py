@@ -8,6 +8,7 @@ from torch import Tensor
 
 import pennyweight as pw
 from pennyweight.algorithms import Task, solve
+from pennyweight.algorithms.calibration.statistics import collect
 from pennyweight.algorithms.solvers import gptq, refinement
 from pennyweight.algorithms.solvers.gptq import (
     AUTO,
@@ -21,7 +22,7 @@ from pennyweight.algorithms.solvers.gptq import (
 )
 from pennyweight.algorithms.solvers.qparam_grid import QParamGrid, grid_candidates, make_grid
 from pennyweight.algorithms.solvers.refinement import coordinate_descent, normal_equations, refit
-from pennyweight.algorithms.solvers.rtn import output_error, total_error
+from pennyweight.algorithms.solvers.rtn import Nearest, output_error, total_error
 from pennyweight.core.formats import INT4, INT8, UINT4
 from pennyweight.core.numerics import dequantize
 from pennyweight.core.qparams import choose, default_rule
@@ -55,15 +56,16 @@ def error(task: Task, values: Tensor, h: Tensor) -> float:
     return float(output_error((values - task.weight).double(), h.double().unsqueeze(0)).sum())
 
 
-@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize(("order", "shrinkage"), [(False, 0.0), (True, 0.0), (True, 0.4)])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_feedback_by_hand(spec: QuantSpec, order: bool) -> None:
+def test_feedback_by_hand(spec: QuantSpec, order: bool, shrinkage: float) -> None:
     """Each column: round, then solve again for all remaining columns (optimal brain surgeon, without Cholesky)."""
     task, h, g = setting(spec)
-    f = inverse_cholesky(h, 0.01, order)
+    f = inverse_cholesky(h, 0.01, order, shrinkage)
     assert f is not None
     codes, values, left_over = quantize_columns(task.weight, g, f)
     damped = h.double() + 0.01 * h.diagonal().double().mean() * torch.eye(K)
+    damped += shrinkage / (1 - shrinkage) * h.diagonal().double().diag()  # H with less of what is off its diagonal
     w, expected = task.weight.double().clone(), torch.zeros(task.weight.shape)
     left = f.order.tolist()
     assert left == (h.diagonal().argsort(descending=True, stable=True).tolist() if order else list(range(K)))
@@ -81,7 +83,7 @@ def test_feedback_by_hand(spec: QuantSpec, order: bool) -> None:
     exact = output_error((values - task.weight).double(), damped.unsqueeze(0))
     torch.testing.assert_close(left_over.double(), exact, rtol=1e-4, atol=0)
     torch.testing.assert_close(
-        undamped_error(left_over, values - task.weight, h.unsqueeze(0), float(0.01 * h.diagonal().mean())),
+        undamped_error(left_over, values - task.weight, h.unsqueeze(0), f.added),
         output_error((values - task.weight).double(), h.double().unsqueeze(0)), rtol=1e-3, atol=0,
     )  # fmt: skip
 
@@ -272,7 +274,7 @@ def test_damping_grows_until_it_works() -> None:
     assert inverse_cholesky(torch.zeros(4, 4), 0.01, True) is None
     assert inverse_cholesky(torch.full((4, 4), torch.nan), 0.01, True) is None
     task = Task("w", torch.randn(4, K), SPECS["symmetric"], stats={"hessian": h.unsqueeze(0)})
-    assert "damping raised to" in GPTQ(damping=0.0).solve(task).note
+    assert "damping raised to" in GPTQ(damping=0.0, shrinkage=0.0).solve(task).note
 
 
 @pytest.mark.parametrize("k", [1, 3, 128, 129, 300, 577])
@@ -328,3 +330,32 @@ def test_large_weights_are_searched_in_pieces(monkeypatch: pytest.MonkeyPatch) -
             assert solve._signal_and_noise(parts, task) == pytest.approx(sums)
         lost = (dequantize(parts, spec, weight.shape) - weight).double().square().sum()
         assert sums == pytest.approx((float(weight.double().square().sum()), float(lost)))
+
+
+def test_shrinkage_by_the_number_of_tokens() -> None:
+    assert GPTQ(shrinkage=0.2).shrinkage_of(64, 1) == 0.2
+    assert GPTQ().shrinkage_of(64, 0) == 0.1  # not known
+    assert GPTQ().shrinkage_of(64, 64) == pytest.approx(0.55)
+    assert 0.1 < GPTQ().shrinkage_of(64, 1 << 20) < 0.1001
+    for wrong in (-0.1, 1.0):
+        with pytest.raises(ValueError, match="gptq: shrinkage must be at least 0 and below 1"):
+            GPTQ(shrinkage=wrong)
+
+
+@pytest.mark.parametrize("count", [16, 64, 256])
+@pytest.mark.parametrize("solver", [GPTQ, Auto])
+def test_few_tokens_do_not_overfit(solver: type[GPTQ], count: int) -> None:
+    """On inputs that the statistics have not seen, the error is below that without shrinkage, and below nearest's."""
+    g = torch.Generator().manual_seed(0)
+    mixing = torch.randn(128, 128, generator=g) * torch.logspace(0, -1, 128)
+    calibration, others = (torch.randn(n, 128, generator=g) @ mixing for n in (count, 4096))
+    spec, weight = pw.QuantSpec(pw.get_format("int3"), (32,)), torch.randn(48, 128, generator=g)
+    task = Task("w", weight, spec, stats={"hessian": collect("hessian", [calibration])[None]}, tokens=count)
+    unseen = collect("hessian", [others])[None]
+
+    def loss(solution: Any) -> float:
+        return float(output_error(dequantize(solution.parts, spec, weight.shape) - weight, unseen).sum())
+
+    nearest, shrunk, plain = (loss(s.solve(task)) for s in (Nearest(), solver(), solver(shrinkage=0.0)))
+    assert shrunk < plain
+    assert shrunk < nearest
