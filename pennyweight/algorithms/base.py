@@ -31,6 +31,7 @@ class Task:
     stats   requested statistics by name: [G, K, K] or [G, K]; the rows of the weight form G equal groups. Empty if
             no calibration data reached the layer
     tokens  number of calibration tokens
+    patches the inputs are patches of a convolution's input, which overlap
     """
 
     name: str
@@ -40,6 +41,7 @@ class Task:
     eps: float | None = None
     stats: Mapping[str, Tensor] = field(default_factory=dict)
     tokens: int = 0
+    patches: bool = False
 
 
 class Solution(NamedTuple):

@@ -96,7 +96,7 @@ def solve_weight(
         why = "its blocks are not contiguous along one axis" if spec is None else why
         return Solved(*quantize_weight(x, scheme, name, layout), note=f"rounded to nearest: {why}")
     matrix = as_matrix(x, unfolded).float()
-    task = Task(name, matrix, spec, scheme.rule, scheme.eps, seen.stats, seen.tokens)
+    task = Task(name, matrix, spec, scheme.rule, scheme.eps, seen.stats, seen.tokens, unfolded)
     solution, signal, noise = _solution(solver, task)
     parts = unflatten(solution.parts, scheme.weight, x.shape)._replace(**static_parts(scheme, x.device))
     w = AffineQuantizedTensor(parts, scheme.weight.with_(layout="plain"), x.shape, x.dtype, scheme.act)

