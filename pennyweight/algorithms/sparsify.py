@@ -187,18 +187,32 @@ def _apply(
     flip, unfolded = row.site.transposed, row.site.op == "convolution"
     view = x.detach().transpose(-2, -1) if flip else x.detach()
     w = as_matrix(view, unfolded).float()
-    note = ""
-    if method != "magnitude" and not seen.stats:
-        method, note = "magnitude", "pruned by magnitude: no calibration data"
-    if method == "magnitude":
-        new = w * pattern.keep(w.abs())
-    elif method == "wanda":
-        new = w * pattern.keep(w.abs() * by_rows(seen.stats["second_moment"], len(w)).sqrt())
+    if seen.experts and method != "magnitude":
+        pruned = [
+            _pruned(one, method, pattern, own, damping)
+            for one, own in zip(w.chunk(len(seen.experts)), seen.experts, strict=True)
+        ]
+        new, lost = torch.cat([part for part, _ in pruned]), sum(text == NO_DATA for _, text in pruned)
+        note = f"{lost} of {len(pruned)} experts: {NO_DATA}" if lost else ""
     else:
-        new, note = _with_hessian(w, seen.stats["hessian"], pattern, damping)
+        new, note = _pruned(w, method, pattern, seen, damping)
     signal, noise = float(w.double().square().sum()), float((new - w).double().square().sum())
     view.copy_(new.view(view.shape))
     return decibels(signal, noise), note
+
+
+NO_DATA = "pruned by magnitude: no calibration data"
+
+
+def _pruned(
+    w: Tensor, method: str, pattern: SparsityPattern, seen: CollectedStatistics, damping: float
+) -> tuple[Tensor, str]:
+    """A matrix pruned, and a note."""
+    if method == "magnitude" or not seen.stats:
+        return w * pattern.keep(w.abs()), "" if method == "magnitude" else NO_DATA
+    if method == "wanda":
+        return w * pattern.keep(w.abs() * by_rows(seen.stats["second_moment"], len(w)).sqrt()), ""
+    return _with_hessian(w, seen.stats["hessian"], pattern, damping)
 
 
 def _with_hessian(w: Tensor, hessian: Tensor, pattern: SparsityPattern, damping: float) -> tuple[Tensor, str]:

@@ -103,7 +103,7 @@ def _improve(
     *_: Any,
 ) -> Row:
     hessian = seen.stats.get("hessian")
-    why = "no calibration data" if hessian is None else "" if w.ndim == 2 else f"has {w.ndim} axes"
+    why = f"has {w.ndim} axes" if w.ndim != 2 else "no calibration data" if hessian is None else ""
     why = why or ("learned format" if w.spec.format.kind == "learned" else "")
     f = None
     if hessian is not None and not why:

@@ -12,6 +12,10 @@ from torch import Tensor, nn
 import pennyweight as pw
 from tests.distributed.group import METHOD
 
+pytest.importorskip("transformers")
+from tests.integrations.test_experts import mixture
+
+INT4 = pw.Int4WeightOnlyConfig(32)
 SPEC = pw.SpecConfig(pw.QuantSpec(pw.get_format("int4"), (16,)))
 
 
@@ -45,6 +49,15 @@ def data() -> list[Tensor]:
     return [torch.randn(24, 32, generator=g) @ torch.randn(32, 32, generator=g) for _ in range(4)]
 
 
+def texts() -> list[dict[str, Tensor]]:
+    g = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(99, (1, 12), generator=g)} for _ in range(4)]
+
+
+def stacks(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.dequantize() for n, p in model.named_parameters() if p.ndim == 3}  # type: ignore[operator]
+
+
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
@@ -55,6 +68,9 @@ def work(rank: int, folder: str) -> None:
         routed = Routed()
         pw.quantize_(routed, SPEC, calibration=routed_data()[2 * rank : 2 * rank + 2], algorithm="gptq")
         torch.save([w.weight.dequantize() for w in (routed.a, routed.b)], f"{folder}/routed-{rank}.pt")
+        experts = mixture("Qwen3Moe")
+        pw.quantize_(experts, INT4, calibration=texts()[2 * rank : 2 * rank + 2], algorithm="gptq", skip=["lm_head"])
+        torch.save(stacks(experts), f"{folder}/experts-{rank}.pt")
         other = nn.Sequential(*model()) if rank else nn.Sequential(nn.Linear(32, 16))
         try:
             pw.quantize_(other, SPEC, calibration=data()[:1], algorithm="gptq")
@@ -82,5 +98,14 @@ def test_two_ranks_end_with_the_model_of_all_the_data(tmp_path: Path) -> None:
     for a, b, layer in zip(first, second, (routed.a, routed.b), strict=True):
         assert torch.equal(a, b)
         assert ((a - layer.weight.dequantize()).abs() < 1e-6).float().mean() > 0.97
+    first, second = (torch.load(tmp_path / f"experts-{rank}.pt") for rank in range(2))
+    alone, half = mixture("Qwen3Moe"), mixture("Qwen3Moe")
+    pw.quantize_(alone, INT4, calibration=texts(), algorithm="gptq", skip=["lm_head"])
+    pw.quantize_(half, INT4, calibration=texts()[:2], algorithm="gptq", skip=["lm_head"])
+    want, part = stacks(alone), stacks(half)
+    for n, w in first.items():
+        assert torch.equal(w, second[n])
+        assert ((w - want[n]).abs() < 1e-6).float().mean() > 0.9
+        assert ((w - part[n]).abs() < 1e-6).float().mean() < 0.9
     for rank in range(2):
         assert "ranks differ in which weights they use" in (tmp_path / f"{rank}.txt").read_text()

@@ -240,3 +240,17 @@ def test_passes_hold_as_many_as_fit() -> None:
         {"mlp.experts.gate_up_proj": range(2, 4)},
         {"mlp.experts.down_proj": None},
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_each_is_pruned_by_its_own_inputs(method: str) -> None:
+    model, batches = mixture("Qwen3Moe"), tokens()
+    by_data, by_magnitude = copy.deepcopy(model), copy.deepcopy(model)
+    report = pw.sparsify_(by_data, method, calibration=batches)
+    pw.sparsify_(by_magnitude, "magnitude")
+    assert all(row.note == "" for row in report.rows if ".experts." in row.name)
+    for n, w in stacks(by_data).items():
+        assert (w == 0).float().mean() >= 0.5
+        assert not torch.equal(w, by_magnitude.get_parameter(n))
+    loss = [pw.compare(model, m, batches).kl.mean for m in (by_data, by_magnitude)]
+    assert loss[0] < loss[1]
