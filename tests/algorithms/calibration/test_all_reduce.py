@@ -51,7 +51,7 @@ def data() -> list[Tensor]:
 
 def texts() -> list[dict[str, Tensor]]:
     g = torch.Generator().manual_seed(1)
-    return [{"input_ids": torch.randint(99, (1, 12), generator=g)} for _ in range(4)]
+    return [{"input_ids": torch.randint(99, (1, 40), generator=g)} for _ in range(4)]
 
 
 def stacks(model: nn.Module) -> dict[str, Tensor]:
@@ -105,7 +105,8 @@ def test_two_ranks_end_with_the_model_of_all_the_data(tmp_path: Path) -> None:
     want, part = stacks(alone), stacks(half)
     for n, w in first.items():
         assert torch.equal(w, second[n])
-        assert ((w - want[n]).abs() < 1e-6).float().mean() > 0.9
-        assert ((w - part[n]).abs() < 1e-6).float().mean() < 0.9
+        same, of_half = (((w - other[n]).abs() < 1e-6).float().mean() for other in (want, part))
+        assert same > 0.98
+        assert of_half < 0.95
     for rank in range(2):
         assert "ranks differ in which weights they use" in (tmp_path / f"{rank}.txt").read_text()
