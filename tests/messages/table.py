@@ -172,7 +172,7 @@ DATA: list[Row] = [
      ("torch.float32", "layer 'model.embed_tokens'", "token ids (torch.int64) from 0 to 127")),
     ('pw.quantize_(llama, "int4", calibration=[{"ids": ids}])', ArgumentError, ("ids (2, 8)", "input_ids")),
     ('pw.quantize_(mlp, "int4", calibration=[x / 0])', PlanError, ("calibration batch 0 (4, 64)", "256 infinite")),
-    ('pw.quantize_(mlp, "int4", calibration=batches, max_ram="1 KB")', PlanError, ("0:", "the memory limit leaves 1 kB", "max_ram", "raise")),
+    ('pw.quantize_(mlp, "int4", calibration=batches, max_ram="1 KB")', PlanError, ("0.weight:", "the memory limit leaves 1 kB", "max_ram", "raise")),
     ('pw.search(mlp, x, "4 bpw")', TypeError, ("batches must be a list", "(4, 64)", "batches=[batch]")),
     ('pw.search(mlp, "4 bpw", batches)', TypeError, ("batches must be a list", "got '4 bpw'")),
     ('pw.search(mlp, batches[:1], "4 bpw")', PlanError, ("at least two batches", "batches has 1")),

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import pennyweight as pw
 from pennyweight.io.codecs.torchao.flattened_safetensors import flatten_tensor_state_dict, unflatten_tensor_state_dict
 from pennyweight.io.codecs.torchao.tensor_class import with_pre_scale
-from pennyweight.kernels.cpu import library
 from pennyweight_torchao.algorithms.awq import AWQConfig, AWQObservedLinear, AWQObserver, AWQStep, get_act_scale
 from pennyweight_torchao.algorithms.smooth_observers import SmoothQuantObservedLinear
 from pennyweight_torchao.algorithms.smoothquant import SmoothQuantConfig
@@ -27,10 +26,11 @@ from pennyweight_torchao.v0_8_configs import (
     Int8DynamicActivationInt8WeightConfig,
     Int8StaticActivationInt8WeightConfig,
 )
+from tests.kernels.cpu.instruction_set import is_zen_4
 
 GOLDEN = Path(__file__).parent / "golden"
 V18 = load_file(GOLDEN / "torchao_algorithms_0.18.safetensors")
-RECORDED_HERE = "avx512_bf16" in library.isas()  # recorded on an AMD EPYC Zen 4
+RECORDED_HERE = is_zen_4()
 BASES: dict[str, Any] = {
     "weight_only": pw.Int8WeightOnlyConfig(),
     "dynamic": Int8DynamicActivationInt8WeightConfig(),

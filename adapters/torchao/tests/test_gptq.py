@@ -107,7 +107,7 @@ def test_gptq_quantize_is_our_solver_in_the_order_of_the_columns(model: nn.Seque
         made.dequantize(), gptq_quantize(2 * h, model[0].weight, GPTQConfig("convert", INT4)).dequantize()
     )
     ours = copy.deepcopy(model[:1])
-    solver = {"gptq": {"activation_order": False, "damping": 0.01}}
+    solver = {"gptq": {"activation_order": False, "damping": 0.01, "shrinkage": 0.0}}
     pw.quantize_(ours, INT4, calibration=[x], algorithm=solver)
     assert torch.equal(made.dequantize(), ours[0].weight.dequantize())  # type: ignore[operator]
     both = gptq_quantize_3d(torch.stack([h, h]), torch.stack([model[0].weight] * 2), GPTQConfig("convert", INT4))

@@ -195,7 +195,7 @@ def gptq_quantize(H: Tensor, W_t: Tensor, config: GPTQConfig) -> Tensor:
     layer = nn.Linear(k, n, bias=False, device="meta", dtype=W_t.dtype)
     layer.weight = nn.Parameter(W_t.detach(), requires_grad=False)
     row = plan(nn.Sequential(layer), config.base_config).active[0]
-    solver = GPTQ(damping=config.percdamp, activation_order=False)
+    solver = GPTQ(damping=config.percdamp, shrinkage=0.0, activation_order=False)
     return solve(row, solver, CollectedStatistics({"hessian": H.float().unsqueeze(0)}, 0)).weight
 
 
