@@ -18,8 +18,8 @@ from ..distributed.dtensor import full_tensor
 from ..planning.plan import PlanRow
 from ..planning.scheme import Scheme
 from .base import ALGORITHMS, Solution, Solver, Task, as_matrix, flat_spec, one_of_stack, unflatten
-from .calibration.collect_statistics import CollectedStatistics
-from .calibration.loop import BlockStatistics, CalibrationLoop, SharedWork
+from .calibration.collect_statistics import BlockStatistics, CollectedStatistics
+from .calibration.loop import CalibrationLoop, SharedWork
 from .solvers.block_search import CHUNK
 from .solvers.kmeans import learner
 from .solvers.kquant_search import stack_rows
@@ -88,11 +88,14 @@ def solve_weight(
         return Solved(*quantize_weight(x, scheme, name, layout), note=note)
     if op == "bmm" and x.ndim == 3 and scheme.weight.rows_independent(x.shape):
         return _solve_experts(x, scheme, name, layout, solver, seen, note)
+    if seen.experts:
+        return Solved(
+            *quantize_weight(x, scheme, name, layout), note="rounded to nearest: its scales or its table span experts"
+        )
     unfolded = op == "convolution"
     spec, lost = flat_spec(scheme.weight, x.shape, unfolded), sorted(set(solver.needs) - seen.stats.keys())
     if spec is None or lost:
         why = f"missing statistics: {', '.join(lost)}" if seen.stats else NO_DATA
-        why = "its blocks span experts" if lost and seen.experts else why
         why = "its blocks are not contiguous along one axis" if spec is None else why
         return Solved(*quantize_weight(x, scheme, name, layout), note=f"rounded to nearest: {why}")
     matrix = as_matrix(x, unfolded).float()

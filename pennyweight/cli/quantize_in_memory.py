@@ -37,14 +37,14 @@ def write_calibrated(
     from ..algorithms import search
     from ..algorithms.mixed_precision.estimate_search_cost import estimate_search_cost
     from ..distributed.rank_group import RankGroup
-    from ..io.calibrated_streaming import kept_state, merged_on_disk_of, quantize_mapped, write_folder
+    from ..io.calibrated_streaming import kept_state, merge_on_disk_of, quantize_mapped, write_folder
     from ..io.config_files import is_tied, quantization_config
     from ..io.meta_model import load_tokenizer
     from ..planning.configs.files import write_config
     from ..quantize import quantize_
     from ..report.evaluation_inputs import load_folder, read_texts, text_batches
 
-    with merged_on_disk_of(out_dir) if max_memory else nullcontext():
+    with merge_on_disk_of(out_dir) if max_memory else nullcontext():
         model = load_folder(model_dir)
     tied = is_tied(model)
     batches = None

@@ -215,7 +215,7 @@ def _names(model: nn.Module) -> set[str]:
 
 
 @contextmanager
-def merged_on_disk_of(dst: str) -> Iterator[None]:
+def merge_on_disk_of(dst: str) -> Iterator[None]:
     """Inside, ``load`` puts what a model merges of several tensors, such as experts, into files without names in the
     folder where ``dst`` is or will be."""
     place = Path(dst).absolute()
@@ -263,7 +263,7 @@ def quantize_with_data(
     with team.share_errors():
         team.first(lambda: _check_empty(dst))
         model = fresh_model(src)
-        with merged_on_disk_of(dst):
+        with merge_on_disk_of(dst):
             load(src, model)
         tied = is_tied(model)
         with kept_state(dst, None if dry_run else resume, team) as folder:

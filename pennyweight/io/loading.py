@@ -20,9 +20,9 @@ from .detect_format import open as open_any
 from .file import CheckpointError
 from .lazy_checkpoint import Opened
 from .manifest import Meta
-from .merged_weights import under_model_names
 from .safetensors_file import Entry
 from .state_dict import Slot, meta_buffers, slots_of
+from .weight_conversions import under_model_names
 
 _LOG = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)

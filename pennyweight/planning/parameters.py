@@ -77,8 +77,8 @@ def _recurrent(names: tuple[str, ...]) -> SiteKind:
 # Each model has its own class. They share a decorator (use_experts_implementation), which sets these attributes and
 # runs the products by torch._grouped_mm, in a loop, or as one batch.
 _EXPERT_ATTRIBUTES = {"is_transposed", "is_concatenated", "has_gate", "has_bias"}
-FIRST = ("gate_up_proj", "up_proj")  # read the tokens that the router gives an expert
-EXPERTS = tuple(SiteKind((*FIRST, "down_proj"), "bmm", transposed, rank=3) for transposed in (False, True))
+FIRST_PROJECTIONS = ("gate_up_proj", "up_proj")  # read the tokens that the router gives an expert
+EXPERTS = tuple(SiteKind((*FIRST_PROJECTIONS, "down_proj"), "bmm", transposed, rank=3) for transposed in (False, True))
 
 
 site(nn.Linear, SiteKind(("weight",), "linear"))

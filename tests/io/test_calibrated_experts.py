@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import pennyweight as pw
 from pennyweight.algorithms.calibration import disk_offload
 from pennyweight.algorithms.calibration.loop import BlockStatistics
 from pennyweight.quantize import pipeline
 from pennyweight.report.evaluation_inputs import load_folder
+from tests.integrations.mixtures import mixture
 from tests.integrations.small import assert_same_weights
-
-transformers = pytest.importorskip("transformers")
-from tests.integrations.test_experts import mixture  # noqa: E402
 
 CONFIG = pw.Int4WeightOnlyConfig(32)
 SKIP = ["lm_head"]

@@ -50,6 +50,7 @@ def test_outputs_are_nearer_than_rounding_s() -> None:
         if name != "nearest":
             assert all(0 < r.error <= 1 for r in report.quantized)
         assert str(report.config).endswith({"nearest": ", nearest", "gptq": ", gptq", "auto": ", auto"}[name])
+    # On the few tokens that it is calibrated on gptq gives up some of its gain: correlations are shrunk
     assert errors["auto"] < errors["gptq"] < 0.6 * errors["nearest"]
 
 

@@ -30,12 +30,14 @@ class CalibrationSegment:
     blocks      (name, module); empty if not a chain
     looked_up   the model also looks up rows of these weights: embedding tables tied to an output layer
     repeated    weights whose inputs equal those of the weight that is called before, such as keys after queries
+    experts     weights with three axes whose matrices are multiplied one by one
     """
 
     sites: list[list[str]]
     blocks: list[tuple[str, nn.Module]] = field(default_factory=list)
     looked_up: bool = False
     repeated: Set[str] = frozenset()
+    experts: Set[str] = frozenset()
 
     @property
     def last(self) -> int:
@@ -53,15 +55,15 @@ def inference_mode(model: nn.Module) -> Iterator[None]:
     caches = [(config, config.use_cache) for config in configs.values()]
     # Those of a model before those of its parts, because setting one sets its parts'
     configs = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), EXPERTS_FORWARD)}
-    forwards = [(config, getattr(config, EXPERTS_FORWARD)) for config in configs.values()]
+    ways = [(config, getattr(config, EXPERTS_FORWARD)) for config in configs.values()]
+    forwards = [(config, way) for config, way in ways if way not in (None, "eager")]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     model.eval()
     for config, _ in caches:
         config.use_cache = False
-    for config, way in forwards:
-        if way is not None:
-            setattr(config, EXPERTS_FORWARD, "eager")
+    for config, _ in forwards:
+        setattr(config, EXPERTS_FORWARD, "eager")
     try:
         with torch.no_grad():
             yield
@@ -87,6 +89,7 @@ def calibration_segments(model: nn.Module, weights: dict[int, str], batch: Any) 
     called: dict[str, None] = {}
     looked: set[str] = set()
     repeated: set[str] = set()
+    experts: set[str] = set()
     before: Tensor | None = None
 
     def see(name: str, x: Tensor) -> None:
@@ -99,6 +102,7 @@ def calibration_segments(model: nn.Module, weights: dict[int, str], batch: Any) 
 
     def see_expert(expert: Expert, x: Tensor) -> None:
         called.setdefault(expert.name)
+        experts.add(expert.name)
         read(expert.name)
 
     def look(name: str) -> None:
@@ -139,6 +143,7 @@ def calibration_segments(model: nn.Module, weights: dict[int, str], batch: Any) 
         found += [CalibrationSegment([late], looked_up=looked_up)] if late else []
     for segment in found:
         segment.repeated = repeated.intersection(name for names in segment.sites for name in names)
+        segment.experts = experts
     return found
 
 

@@ -1,8 +1,9 @@
-"""Collects the statistics of weights' inputs during forward passes of a model."""
+"""Collects the statistics of weights' inputs during forward passes of a model, of a block in as many passes as memory
+allows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ...distributed import all_reduce
-from ...planning.parameters import EXPERTS, FIRST, kind_of
+from ...planning.parameters import FIRST_PROJECTIONS
 from .input_hooks import Expert, InputHooks, require_finite, without_padding
-from .statistics import STATISTICS, State, Statistic, add
+from .statistics import STATISTICS, State, Statistic
 
 
 @dataclass
@@ -36,6 +37,75 @@ class CollectedStatistics:
     everything: CollectedStatistics | None = None
     experts: Sequence[CollectedStatistics] = ()
     note: str = ""
+
+
+Pass = dict[str, range | None]  # weights whose statistics are collected together; the experts of one, None: all
+
+
+class BlockStatistics(Mapping[str, CollectedStatistics]):
+    """Statistics of some weights, collected in one pass over the data; or in several, each when one of its weights is
+    asked for, if those of a block exceed the memory limit. Then these weights must stay as they are until
+    :meth:`close`.
+
+    collect     a pass -> its statistics
+    last        called once after the last pass, if there are several
+    """
+
+    def __init__(
+        self, passes: Sequence[Pass], collect: Callable[[Pass], Mapping[str, CollectedStatistics]],
+        last: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.passes, self.several = passes, len(passes) > 1
+        self._collect, self._last = collect, last if self.several else None
+        self._at, self._found = -1, {}  # type: ignore[var-annotated]
+        self._of: dict[str, list[int]] = {}
+        for i, some in enumerate(passes):
+            for name in some:
+                self._of.setdefault(name, []).append(i)
+        if len(passes) == 1:
+            self._pass(0)
+
+    def _pass(self, i: int) -> Mapping[str, CollectedStatistics]:
+        if i != self._at:
+            self._found = {}  # before the next are collected
+            self._at, self._found = i, self._collect(self.passes[i])
+        return self._found
+
+    def __getitem__(self, name: str) -> CollectedStatistics:
+        i, *others = self._of[name]
+        return CollectedStatistics(experts=_Experts(self, name)) if others else self._pass(i)[name]
+
+    def expert(self, name: str, e: int) -> CollectedStatistics:
+        for i in self._of[name]:
+            if e in self.passes[i][name]:  # type: ignore[operator]
+                found = self._pass(i)[name].experts
+                return found[e] if found else CollectedStatistics()
+        raise IndexError(f"{name} has no expert {e}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._of)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def close(self) -> None:
+        """All weights are solved, and none is replaced."""
+        last, self._last, self._at, self._found = self._last, None, -1, {}
+        if last is not None:
+            last()
+
+
+class _Experts(Sequence[CollectedStatistics]):
+    """Of a weight whose experts are collected in several passes."""
+
+    def __init__(self, block: BlockStatistics, name: str) -> None:
+        self.block, self.name = block, name
+
+    def __len__(self) -> int:
+        return sum(len(one[self.name] or ()) for one in self.block.passes if self.name in one)
+
+    def __getitem__(self, e: Any) -> Any:
+        return self.block.expert(self.name, range(len(self))[e])
 
 
 @dataclass
@@ -76,25 +146,25 @@ class Collector:
     Means over the inputs of an expert's first projection count the tokens of all experts too, with the weight of as
     many tokens as there are inputs: few tokens of its own say little about directions that they do not show.
 
-    weights     id of a parameter in ``model`` -> its name
+    weights     id of a parameter -> its name
+    modules     those of experts (:func:`.input_hooks.expert_modules`), by name
     only        name -> the experts whose statistics are collected; default: all
     """
 
     def __init__(
-        self, model: nn.Module, weights: dict[int, str], single: Sequence[Statistic], paired: Sequence[Statistic] = (),
-        only: Mapping[str, range | None] = MappingProxyType({}),
+        self, weights: dict[int, str], modules: Mapping[str, nn.Module], single: Sequence[Statistic],
+        paired: Sequence[Statistic] = (), only: Mapping[str, range | None] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        self.weights, self.single, self.paired, self.only = weights, single, paired, only
-        self.model = model
+        self.weights, self.modules, self.single, self.paired, self.only = weights, modules, single, paired, only
         self.experts: dict[str, ExpertStates] = {}
         self.counts: dict[str, int] = {}  # of experts
         self.shared: dict[str, dict[str, State]] = {}  # of the tokens of all experts
+        names = set(weights.values())
         self.first = {
             name: module
-            for path, module in model.named_modules()
-            if kind_of(module) in EXPERTS
-            for name in (f"{path}.{param}" if path else param for param in FIRST)
-            if name in weights.values()
+            for path, module in modules.items()
+            for name in (f"{path}.{param}" if path else param for param in FIRST_PROJECTIONS)
+            if name in names
         }
         self.groups: list[_SameInputs] = []
         self.tokens = dict.fromkeys(weights.values(), 0)
@@ -111,12 +181,12 @@ class Collector:
             before = before if before is not None and torch.equal(x, before) else x.clone()
             self.float_inputs.setdefault(name, []).append(before)
 
-        with without_padding(self.model.modules(), mask), InputHooks(self.weights, see, mask):
+        with without_padding(self.modules.values(), mask), InputHooks(self.weights, see, mask):
             return run()
 
     def run(self, run: Callable[[], Any], mask: Tensor | None) -> None:
         with (
-            without_padding(self.model.modules(), mask),
+            without_padding(self.modules.values(), mask),
             ExitStack() as hooks,
             InputHooks(self.weights, self._see, mask, see_expert=self._see_expert),
         ):
@@ -149,7 +219,7 @@ class Collector:
             x = args[0].detach().unsqueeze(0).float()
             require_finite(name, x)
             for statistic in self.single:
-                if statistic.merge is add:
+                if statistic.mean:
                     self._update(self.shared.setdefault(name, {}), statistic, x)
 
     def _see_expert(self, expert: Expert, x: Tensor) -> None:
@@ -217,7 +287,7 @@ class Collector:
         merged: dict[str, dict[str, State]] = {}
         for name in self.first:
             own = shared.get(name, {})
-            for statistic in self.single:
+            for statistic in [statistic for statistic in self.single if statistic.mean]:
                 state = all_reduce.merge_states(statistic, own.pop(statistic.name, None))
                 if state is not None:
                     merged.setdefault(name, {})[statistic.name] = state

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...planning.config_resolution import PlanError
-from ...planning.parameters import FIRST
+from ...planning.parameters import FIRST_PROJECTIONS
 from ...planning.plan import Plan, PlanRow
 from ...planning.quantize_report import duration, size
 from ...planning.run_batch import token_mask
@@ -294,7 +294,7 @@ def _statistics_bytes(names: Sequence[str], inputs: _Inputs, block: Sequence[str
             if name in inputs.widths:
                 kinds = [STATISTICS[s] for s in names if name not in inputs.experts or not STATISTICS[s].paired]
                 states = [kind.init(*inputs.widths[name])[0] for kind in kinds]
-                shared = name in inputs.experts and name.rpartition(".")[2] in FIRST
+                shared = name in inputs.experts and name.rpartition(".")[2] in FIRST_PROJECTIONS
                 total += (inputs.experts.get(name, 1) + shared) * sum(int(state.nbytes) for state in states)
     return total
 

@@ -96,11 +96,16 @@ class InputHooks(TorchFunctionMode):
         return x[mask.flatten().to(x.device)] if x.ndim == 2 and x.shape[0] == mask.numel() else x
 
 
+def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that hold experts of transformers in one parameter, by name."""
+    return {name: module for name, module in model.named_modules() if kind_of(module) in EXPERTS}
+
+
 @contextmanager
 def without_padding(modules: Iterable[nn.Module], mask: Tensor | None) -> Iterator[None]:
-    """Inside, those of the modules that are experts of transformers compute only the tokens that count, and return
-    zeros for the others. Their arguments and their result have one row for each token of a batch.
+    """Inside, modules of experts compute only the tokens that count, and return zeros for the others.
 
+    modules     of :func:`expert_modules`; their arguments and their result have one row for each token of a batch
     mask        bool [batch, length]: tokens that count; None: all
     """
     if mask is None or bool(mask.all()):
@@ -129,8 +134,6 @@ def without_padding(modules: Iterable[nn.Module], mask: Tensor | None) -> Iterat
     calls: list[bool] = []
     with ExitStack() as hooks:
         for module in modules:
-            if kind_of(module) not in EXPERTS:
-                continue
             hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
             hooks.enter_context(module.register_forward_hook(after))
         yield

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...distributed import all_reduce
 from ...distributed.rank_group import RankGroup
 from ...planning.config_resolution import PlanError
-from ...planning.parameters import EXPERTS, FIRST, kind_of
+from ...planning.parameters import EXPERTS, FIRST_PROJECTIONS, kind_of
 from ...planning.plan import PlanRow
 from ...planning.quantize_report import nbytes_of, size
 from ...planning.run_batch import token_mask
@@ -34,80 +34,12 @@ from .activation_cache import (
 )
 from .batches import Batches, held_out
 from .block_order import CalibrationSegment, calibration_segments, inference_mode
-from .collect_statistics import CollectedStatistics, Collector
+from .collect_statistics import BlockStatistics, CollectedStatistics, Collector, Pass
 from .float32_products import run_batch
+from .input_hooks import expert_modules
 from .statistics import STATISTICS
 
 HELD_OUT = 0.125  # fraction of the data that compares candidates of weights that are multiplied and looked up
-
-
-Pass = dict[str, range | None]  # weights whose statistics are collected together; the experts of one, None: all
-
-
-class BlockStatistics(Mapping[str, CollectedStatistics]):
-    """Statistics of some weights, collected in one pass over the data; or in several, each when one of its weights is
-    asked for, if those of a block exceed the memory limit. Then these weights must stay as they are until
-    :meth:`close`.
-
-    collect     a pass -> its statistics
-    last        called once after the last pass, if there are several
-    """
-
-    def __init__(
-        self, passes: Sequence[Pass], collect: Callable[[Pass], Mapping[str, CollectedStatistics]],
-        last: Callable[[], object] = lambda: None,
-    ) -> None:  # fmt: skip
-        self.passes, self.several = passes, len(passes) > 1
-        self._collect, self._last = collect, last if self.several else None
-        self._at, self._found = -1, {}  # type: ignore[var-annotated]
-        self._of: dict[str, list[int]] = {}
-        for i, some in enumerate(passes):
-            for name in some:
-                self._of.setdefault(name, []).append(i)
-        if len(passes) == 1:
-            self._pass(0)
-
-    def _pass(self, i: int) -> Mapping[str, CollectedStatistics]:
-        if i != self._at:
-            self._found = {}  # before the next are collected
-            self._at, self._found = i, self._collect(self.passes[i])
-        return self._found
-
-    def __getitem__(self, name: str) -> CollectedStatistics:
-        i, *others = self._of[name]
-        return CollectedStatistics(experts=_Experts(self, name)) if others else self._pass(i)[name]
-
-    def expert(self, name: str, e: int) -> CollectedStatistics:
-        for i in self._of[name]:
-            if e in self.passes[i][name]:  # type: ignore[operator]
-                found = self._pass(i)[name].experts
-                return found[e] if found else CollectedStatistics()
-        raise IndexError(f"{name} has no expert {e}")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._of)
-
-    def __len__(self) -> int:
-        return len(self._of)
-
-    def close(self) -> None:
-        """All weights are solved, and none is replaced."""
-        last, self._last, self._at, self._found = self._last, None, -1, {}
-        if last is not None:
-            last()
-
-
-class _Experts(Sequence[CollectedStatistics]):
-    """Of a weight whose experts are collected in several passes."""
-
-    def __init__(self, block: BlockStatistics, name: str) -> None:
-        self.block, self.name = block, name
-
-    def __len__(self) -> int:
-        return sum(len(one[self.name] or ()) for one in self.block.passes if self.name in one)
-
-    def __getitem__(self, e: Any) -> Any:
-        return self.block.expert(self.name, range(len(self))[e])
 
 
 Stage = tuple[list[str], BlockStatistics]
@@ -185,7 +117,7 @@ class CalibrationLoop:
         self.single = [STATISTICS[n] for n in needs if not STATISTICS[n].paired]
         self.paired = [STATISTICS[n] for n in needs if STATISTICS[n].paired]
         self.spill, self.known, self.max_ram = spill, known, max_ram
-        self.inputs = _inputs(model, weights)
+        self.inputs, self.experts = _inputs(model, weights), expert_modules(model)
 
     def stages(self) -> Iterator[Stage]:
         """(names, statistics) in the model's call order. Deterministic."""
@@ -203,7 +135,7 @@ class CalibrationLoop:
 
     def _whole(self, names: list[str], looked_up: bool) -> dict[str, CollectedStatistics]:
         """Statistics from running the whole model. No float inputs are available here, so paired ones are omitted."""
-        collector = Collector(self.model, self._of(names), self.single)
+        collector = Collector(self._of(names), self.experts, self.single)
         if not looked_up:
             self._run(collector, self.batches)
             return collector.finish()
@@ -267,7 +199,7 @@ class CalibrationLoop:
         exact: ActivationCache | None,
     ) -> BlockStatistics:  # fmt: skip
         own, block = self._of(names), segment.blocks[b][1]
-        passes = self._passes(list(own.values()), segment.repeated)
+        passes = self._passes(list(own.values()), segment)
 
         def advance() -> None:
             if exact is not None:
@@ -284,7 +216,7 @@ class CalibrationLoop:
         """The statistics of a pass over the inputs of a block. The only pass also replaces the float model's inputs of
         the block by its outputs."""
         weights = {i: name for i, name in self.weights.items() if name in some}
-        collector = Collector(self.model, weights, self.single, self.paired, some)
+        collector = Collector(weights, self.experts, self.single, self.paired, some)
         with step(f"collecting statistics of block {b}") as advance:
             for i, batch in enumerate(self.batches):
                 mask = token_mask(batch)
@@ -312,11 +244,11 @@ class CalibrationLoop:
         for names in segment.sites:
             needed = 0
             for name in names:
-                need = self._needed(name)
-                needed += 0 if name in segment.repeated else need.matrices * need.each + need.shared
+                need = self._needed(name, segment)
+                needed += 0 if name in segment.repeated else need.pieces * need.each + need.shared
                 least = need.each + need.shared
                 if least > self.max_ram:
-                    whose = "its inputs" if need.matrices == 1 else "the inputs of an expert"
+                    whose = "its inputs" if need.pieces == 1 else "the inputs of an expert"
                     raise PlanError(
                         f"{name}: the statistics of {whose} take {size(least)}, the memory limit leaves "
                         f"{size(self.max_ram)} for them; raise it (max_ram or max_memory), or use an algorithm with "
@@ -327,32 +259,33 @@ class CalibrationLoop:
                     if store is not None and store.folder is None:
                         store.folder = Path(folder)
 
-    def _needed(self, name: str) -> _Needed:
-        inputs = self.inputs.get(name, _Inputs(1, 0, False))
-        kinds = (*self.single, *(self.paired if inputs.matrices == 1 else ()))
+    def _needed(self, name: str, segment: CalibrationSegment) -> _Needed:
+        groups, width, first = self.inputs.get(name, _Inputs(1, 0, False))
+        one_by_one = name in segment.experts
+        kinds = self.single if one_by_one else (*self.single, *self.paired)
         with torch.device("meta"):
-            each = sum(int(s.init(1, inputs.width)[0].nbytes) for s in kinds)
-        return _Needed(inputs.matrices, max(1, each), each if inputs.first else 0)
+            each = sum(int(s.init(1 if one_by_one else groups, width)[0].nbytes) for s in kinds)
+        return _Needed(groups if one_by_one else 1, max(1, each), each if one_by_one and first else 0)
 
-    def _passes(self, names: list[str], repeated: Set[str]) -> list[Pass]:
+    def _passes(self, names: list[str], segment: CalibrationSegment) -> list[Pass]:
         """The weights in their order, as many in each pass as the memory limit allows."""
         if self.max_ram is None or not names:
             return [dict.fromkeys(names)] if names else []
         passes: list[Pass] = [{}]
         room = self.max_ram
         for name in names:
-            if name in repeated and passes[-1]:  # shares the statistics of the weight before
+            if name in segment.repeated and passes[-1]:  # shares the statistics of the weight before
                 passes[-1][name] = None
                 continue
-            need, start = self._needed(name), 0
-            while start < need.matrices:
+            need, start = self._needed(name, segment), 0
+            while start < need.pieces:
                 some = int((room - need.shared) // need.each)
                 if some < 1 and passes[-1]:
                     passes.append({})
                     room = self.max_ram
                     continue
-                end = min(start + max(1, some), need.matrices)
-                passes[-1][name] = range(start, end) if end - start < need.matrices else None
+                end = min(start + max(1, some), need.pieces)
+                passes[-1][name] = range(start, end) if end - start < need.pieces else None
                 room -= need.shared + need.each * (end - start)
                 start = end
         return passes
@@ -368,18 +301,19 @@ def parse_bytes(text: str | float, name: str = "") -> int:
 
 
 class _Inputs(NamedTuple):
-    """Of a weight: how many of its matrices have inputs of their own, and the width of these. first: it is the first
+    """Of a weight: how many groups of its rows have inputs of their own, and the width of these. first: it is the first
     projection of experts."""
 
-    matrices: int
+    groups: int
     width: int
     first: bool
 
 
 class _Needed(NamedTuple):
-    """Bytes of the statistics of each of so many matrices, and of those that they share."""
+    """Bytes of the statistics of a weight, in pieces that can be collected one after another, and of those that all
+    pieces need."""
 
-    matrices: int
+    pieces: int
     each: int
     shared: int
 
@@ -397,5 +331,7 @@ def _inputs(model: nn.Module, weights: Mapping[int, str]) -> dict[str, _Inputs]:
                 found[name] = _Inputs(int(getattr(module, "groups", 1)), across, False)
             else:
                 width = max(p.shape[-2:]) if kind is None else p.shape[-2 if kind.transposed else -1]
-                found[name] = _Inputs(p.shape[0] if p.ndim == 3 else 1, width, kind in EXPERTS and param in FIRST)
+                found[name] = _Inputs(
+                    p.shape[0] if p.ndim == 3 else 1, width, kind in EXPERTS and param in FIRST_PROJECTIONS
+                )
     return found

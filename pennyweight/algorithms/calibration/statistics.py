@@ -22,7 +22,10 @@ State = tuple[Tensor, int]  # (sum or maximum, tokens seen)
 
 @dataclass(frozen=True)
 class Statistic:
-    """See the module docstring. ``update(state, x)``, or ``update(state, x, x_float)`` if paired."""
+    """See the module docstring. ``update(state, x)``, or ``update(state, x, x_float)`` if paired.
+
+    mean    the state is a sum over tokens, and the result its mean
+    """
 
     name: str
     init: Callable[[int, int], State]
@@ -30,6 +33,7 @@ class Statistic:
     merge: Callable[[State, State], State]
     finish: Callable[[State], Tensor]
     paired: bool = False
+    mean: bool = False
 
 
 STATISTICS: dict[str, Statistic] = {}
@@ -58,7 +62,7 @@ def collect(name: str, batches: Any) -> Tensor:
     return it.finish(state)[0]
 
 
-def add(a: State, b: State) -> State:
+def _sum(a: State, b: State) -> State:
     return a[0] + b[0], a[1] + b[1]
 
 
@@ -99,8 +103,9 @@ HESSIAN = register_statistic(
         "hessian",  # E[x x^T]: Hessian of the squared output error with respect to the weight
         _square,
         lambda s, x: (_add_products(s[0], x), s[1] + x.shape[1]),
-        add,
+        _sum,
         lambda s: _mirrored(_mean(s)),
+        mean=True,
     )
 )
 DRIFT = register_statistic(
@@ -108,16 +113,17 @@ DRIFT = register_statistic(
         "drift",  # E[(x_float - x) x^T]: error of the inputs that the layer should compensate
         _square,
         lambda s, x, x_float: (s[0].baddbmm_((x_float - x).mT, x), s[1] + x.shape[1]),
-        add,
+        _sum,
         _mean,
         paired=True,
+        mean=True,
     )
 )
 SECOND_MOMENT = register_statistic(
-    Statistic("second_moment", _row, lambda s, x: (s[0] + x.square().sum(1), s[1] + x.shape[1]), add, _mean)
+    Statistic("second_moment", _row, lambda s, x: (s[0] + x.square().sum(1), s[1] + x.shape[1]), _sum, _mean, mean=True)
 )
 ABSMEAN = register_statistic(
-    Statistic("absmean", _row, lambda s, x: (s[0] + x.abs().sum(1), s[1] + x.shape[1]), add, _mean)
+    Statistic("absmean", _row, lambda s, x: (s[0] + x.abs().sum(1), s[1] + x.shape[1]), _sum, _mean, mean=True)
 )
 ABSMAX = register_statistic(
     Statistic(

@@ -23,11 +23,11 @@ from ...io.checkpoint import open_files
 from ...io.config_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY
 from ...io.file import CheckpointError, KeyedError, checkpoint_errors
 from ...io.manifest import Meta, stored_parts
-from ...io.merged_weights import Merge, Source, converted_name
 from ...io.output_formats import convert_exactly
 from ...io.saving import algorithm_of
 from ...io.state_dict import build, flatten, slots_of
 from ...io.validate import check_data
+from ...io.weight_conversions import Merge, Source, converted_name
 from ...kernels.repack import choose_layout, prepare
 from ...kernels.table import Case
 from ...kernels.target import target_of
@@ -186,7 +186,7 @@ class PennyweightQuantizer(HfQuantizer):
         for name in names:
             own = {stored: parts[stored] for stored in stored_parts(name, self.held[name]) if stored in parts}
             read = partial(self.assemble, name, own)
-            merge.add(self.converters[name][1], Source(name, str(self.held[name].spec), read))
+            merge.add(self.converters[name][1], Source(name, self.held[name], read))
         with checkpoint_errors(self.path):
             return merge.run(model)
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...algorithms.calibration.batches import each
 from ...algorithms.calibration.block_order import inference_mode
-from ...algorithms.calibration.input_hooks import Expert, InputHooks, require_finite, without_padding
+from ...algorithms.calibration.input_hooks import Expert, InputHooks, expert_modules, require_finite, without_padding
 from ...planning.run_batch import run_batch, token_mask
 from ..file import CheckpointError, RawFile, checkpoint_errors
 from .blocks import TYPES
@@ -284,11 +284,11 @@ def collect_imatrix(model: nn.Module, batches: Any, config: Mapping[str, Any] | 
     def see_expert(expert: Expert, x: Tensor) -> None:
         see(expert.name, x, expert.index)
 
-    tokens, ids = 0, {id(p): name for name, p in weights.items()}
+    tokens, ids, experts = 0, {id(p): name for name, p in weights.items()}, expert_modules(model).values()
     with inference_mode(model):
         for batch in each(batches, "batches"):
             mask = token_mask(batch)
-            with without_padding(model.modules(), mask), InputHooks(ids, see, mask, see_expert=see_expert):
+            with without_padding(experts, mask), InputHooks(ids, see, mask, see_expert=see_expert):
                 run_batch(model, batch)
             tokens = max(tokens, *(int(c.max()) for c in counts.values()), 0)
     moments: dict[str, Moments] = {}

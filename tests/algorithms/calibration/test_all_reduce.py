@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from tests.distributed.group import METHOD
-
-pytest.importorskip("transformers")
-from tests.integrations.test_experts import mixture
+from tests.integrations.mixtures import mixture
 
 INT4 = pw.Int4WeightOnlyConfig(32)
 SPEC = pw.SpecConfig(pw.QuantSpec(pw.get_format("int4"), (16,)))

@@ -1,6 +1,7 @@
 """Calibration of experts in one parameter: each gets the statistics of its own tokens, and is solved with them."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,20 +10,18 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.algorithms.base import ALGORITHMS
-from pennyweight.algorithms.calibration.block_order import inference_mode
+from pennyweight.algorithms.calibration.block_order import CalibrationSegment, inference_mode
 from pennyweight.algorithms.calibration.collect_statistics import CollectedStatistics
-from pennyweight.algorithms.calibration.input_hooks import Expert, InputHooks, without_padding
+from pennyweight.algorithms.calibration.input_hooks import Expert, InputHooks, expert_modules, without_padding
 from pennyweight.algorithms.calibration.loop import BlockStatistics, CalibrationLoop
 from pennyweight.algorithms.calibration.statistics import STATISTICS
 from pennyweight.algorithms.solve import solve_weight
 from pennyweight.planning.run_batch import run_batch
-
-pytest.importorskip("transformers")
-from tests.integrations.test_experts import _MORE, mixture
+from tests.integrations.mixtures import MIXTURES, mixture
 
 QT = pw.AffineQuantizedTensor
 INT4 = pw.Int4WeightOnlyConfig(32)
-each = pytest.mark.parametrize("name", _MORE)
+each = pytest.mark.parametrize("name", MIXTURES)
 
 
 def tokens(rows: int = 2, length: int = 24, batches: int = 3) -> list[dict[str, Tensor]]:
@@ -109,7 +108,7 @@ def test_outputs_of_tokens_that_count_are_unchanged_without_padding() -> None:
     padded = batch | {"attention_mask": mask.long()}
     with inference_mode(model):
         want = model(**padded).logits
-        with without_padding(model.modules(), mask):
+        with without_padding(expert_modules(model).values(), mask):
             got = model(**padded).logits
         assert torch.equal(model(**padded).logits, want)
     torch.testing.assert_close(got[mask], want[mask], rtol=1e-4, atol=1e-5)
@@ -231,9 +230,9 @@ def test_passes_hold_as_many_as_fit() -> None:
     one = int(STATISTICS["hessian"].init(1, 64)[0].nbytes)  # of 64 inputs; an expert's second matrix has 32
     loop = CalibrationLoop(model, weights, tokens(), ("hessian",), max_ram=3 * one)
     short = {name: name.removeprefix("model.layers.0.") for name in weights.values()}
-    passes = loop._passes(
-        [n for n in short if "gate.weight" not in n], {n for n in short if "k_proj" in n or "v_proj" in n}
-    )
+    names = [n for n in short if "gate.weight" not in n]
+    again = {n for n in names if "k_proj" in n or "v_proj" in n}
+    passes = loop._passes(names, CalibrationSegment([names], repeated=again, experts=set(stacks(model))))
     assert [{short[n]: part for n, part in some.items()} for some in passes] == [
         {f"self_attn.{x}_proj.weight": None for x in "qkvo"},
         {"mlp.experts.gate_up_proj": range(2)},  # beside the statistics of all tokens
@@ -254,3 +253,45 @@ def test_each_is_pruned_by_its_own_inputs(method: str) -> None:
         assert not torch.equal(w, by_magnitude.get_parameter(n))
     loss = [pw.compare(model, m, batches).kl.mean for m in (by_data, by_magnitude)]
     assert loss[0] < loss[1]
+
+
+class Stack(nn.Module):
+    """Multiplies a whole stack of matrices at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 64, 64) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.bmm(x, self.up))
+
+
+class Grouped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(64, 64, 1, groups=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.conv(x.mT)).mT
+
+
+@pytest.mark.parametrize("kind", [Stack, Grouped])
+def test_matrices_that_are_not_called_one_by_one_are_collected_whole(kind: type[nn.Module]) -> None:
+    """Their statistics, [G, K, K], fit or are refused: parts of them would be those of no data."""
+    torch.manual_seed(0)
+    model, batches = nn.Sequential(kind(), kind()), [torch.randn(3, 40, 64) for _ in range(2)]
+    name = "up" if kind is Stack else "conv"
+    config = pw.FqnToConfig({f"*.{name}": pw.ContractedAxis(INT4) if kind is Stack else INT4})
+    whole = 3 * 64**2 * 4 if kind is Stack else 2 * 32**2 * 4
+    run = partial(pw.quantize_, config=config, calibration=batches, algorithm="gptq")
+    with pytest.raises(pw.PlanError, match=rf"0\.{name}.*: the statistics of its inputs take"):
+        run(copy.deepcopy(model), max_ram=whole - 1)
+    report = run(copy.deepcopy(model), max_ram=whole)
+    assert all(row.error is not None and row.error < 1 for row in report.quantized)
+
+
+def test_scales_that_span_experts_are_said() -> None:
+    model = mixture("Qwen3Moe")
+    name = next(iter(stacks(model)))
+    report = pw.quantize_(model, pw.FqnToConfig({name: "nvfp4"}), calibration=tokens(), algorithm="gptq")
+    assert "rounded to nearest: its scales or its table span experts" in report.quantized[0].note

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
+from bisect import insort
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,17 +22,26 @@ from ..algorithms.calibration.disk_offload import empty
 from ..core.tensor import AffineQuantizedTensor
 from .file import CheckpointError, checkpoint_errors
 from .lazy_checkpoint import Opened, StoredTensor
+from .manifest import Meta
 from .safetensors_file import Entry
+from .state_dict import Slot
 
 Read = Callable[[], Tensor]
 
 
 class Source(NamedTuple):
-    """A stored tensor that a conversion takes. shown: its storage type; None: it is not quantized."""
+    """A stored tensor that a conversion takes. meta: None if it is not quantized."""
 
     name: str
-    shown: str | None
+    meta: Meta | None
     read: Read
+
+    @property
+    def shown(self) -> str:
+        """How it is quantized, with the spec of its inputs."""
+        if self.meta is None:
+            return "not quantized"
+        return " with inputs ".join(str(spec) for spec in (self.meta.spec, self.meta.act) if spec is not None)
 
 
 class Merge:
@@ -46,9 +56,7 @@ class Merge:
         self.sources: dict[str, list[Source]] = {}
 
     def add(self, pattern: str, source: Source) -> None:
-        some = self.sources.setdefault(pattern, [])
-        some.append(source)
-        some.sort(key=lambda s: _natural(s.name))  # as transformers does
+        insort(self.sources.setdefault(pattern, []), source, key=lambda s: _natural(s.name))  # transformers' order
 
     def run(self, model: Any) -> dict[str, Tensor]:
         """The parameters by name. Raises CheckpointError if the tensors are quantized in different ways."""
@@ -56,24 +64,28 @@ class Merge:
         other = next((source for source in others if source.shown != first.shown), None)
         if other is not None:
             raise CheckpointError(
-                None, other.name, f"is {other.shown or 'not quantized'}, but {first.name} is {first.shown or 'not'}; "
-                f"{type(model).__name__} keeps them in one parameter, so they must be quantized alike",
+                None, other.name, f"is {other.shown}, but {first.name} is {first.shown}; {type(model).__name__} keeps "
+                "them in one parameter: quantize the float checkpoint again, with one config for all of them",
             )  # fmt: skip
         found = self._converted(model, lambda source: source.read)
         for name, tensor in found.items():
-            if first.shown is not None and not isinstance(tensor, AffineQuantizedTensor):
+            if first.meta is not None and not isinstance(tensor, AffineQuantizedTensor):
                 raise CheckpointError(
                     None, first.name, f"is quantized, and {type(model).__name__} stores it as a part of {name} in a "
                     "way that needs other scales; quantize the float checkpoint while loading it, and save the result",
                 )  # fmt: skip
         return found
 
-    def shapes(self, model: Any, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
-        """The parameters by name, on the meta device. shapes: of the stored tensors."""
+    @property
+    def names(self) -> list[str]:
+        return [source.name for some in self.sources.values() for source in some]
+
+    def shapes(self, model: Any, kinds: Mapping[str, Meta | Entry]) -> dict[str, Tensor]:
+        """The parameters by name, on the meta device. kinds: of the stored tensors."""
 
         def outline(source: Source) -> Read:
-            shape, dtype = shapes[source.name]
-            return lambda: torch.empty(shape, dtype=dtype, device="meta")
+            kind = kinds[source.name]
+            return lambda: torch.empty(kind.shape, dtype=kind.dtype, device="meta")
 
         return self._converted(model, outline)
 
@@ -96,7 +108,7 @@ class Merge:
         """The parameter of experts whose matrices, or those of gate and up beside each other, are stacked: written into
         it one by one. None for other conversions, and for quantized tensors."""
         kinds = [(type(op).__name__, op.dim) for op in self.converter.operations if hasattr(op, "dim")]
-        quantized = any(s.shown is not None for some in self.sources.values() for s in some)
+        quantized = any(s.meta is not None for some in self.sources.values() for s in some)
         known = kinds in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
         if not known or len(kinds) != len(self.converter.operations) or quantized or len(shape) != 3:
             return None
@@ -136,33 +148,38 @@ def converted_name(name: str, conversions: list[Any]) -> tuple[str, Any, str | N
     return name, None, None
 
 
-def under_model_names(checkpoint: Opened, model: nn.Module, names: Mapping[str, Any]) -> Opened:
-    """The checkpoint with the tensors that ``names``, of the model's parameters and buffers, ask for; itself if it has
-    them, or if transformers does not convert it."""
-    if all(name in checkpoint for name in names):
+def under_model_names(checkpoint: Opened, model: nn.Module, slots: Mapping[str, Slot]) -> Opened:
+    """The checkpoint with the tensors that the model's parameters and buffers, ``slots``, ask for; itself if it has
+    them, each under one of its tied names, or if transformers does not convert it."""
+    there = {id(slot.tensor) for name, slot in slots.items() if name in checkpoint}
+    if all(id(slot.tensor) in there for slot in slots.values()):
         return checkpoint
     conversions = conversions_of(model)
     if not conversions:
         return checkpoint
+    place = {name: (name, None, None) if name in slots else converted_name(name, conversions) for name in checkpoint}
     held: dict[str, StoredTensor] = {}
+    aliases: dict[str, str] = {}
     merges: dict[str, Merge] = {}
-    shapes = {name: (tuple(stored.kind.shape), stored.kind.dtype) for name, stored in checkpoint.held.items()}
-    for name, stored in checkpoint.held.items():
-        target, converter, pattern = converted_name(name, conversions)
-        if converter is None or pattern is None or name in names:
-            held[name if name in names else target] = stored
+    for name, (target, converter, pattern) in place.items():
+        original = checkpoint.aliases.get(name, name)
+        stored = checkpoint.held[original]
+        if pattern is not None:
+            if target not in merges:
+                merges[target] = Merge(converter, target)
+            merges[target].add(pattern, Source(name, stored.meta, stored.read))
+        elif original != name and place[original][2] is None:
+            aliases[target] = place[original][0]
         else:
-            merge = merges.setdefault(target, Merge(converter, target))
-            merge.add(pattern, Source(name, None if stored.meta is None else stored.shown, stored.read))
+            held[target] = stored
+    kinds = {name: checkpoint.held[checkpoint.aliases.get(name, name)].kind for name in place}
     for merge in merges.values():
-        nbytes = sum(checkpoint.held[s.name].nbytes for some in merge.sources.values() for s in some)
         with checkpoint_errors(checkpoint.path):
-            found = merge.shapes(model, shapes)
+            found = merge.shapes(model, kinds)
+        nbytes = sum(checkpoint.held[checkpoint.aliases.get(n, n)].nbytes for n in merge.names)
         for name, outline in found.items():
             read = _reader(checkpoint.path, merge, model, name, outline)
             held[name] = StoredTensor(Entry(outline.dtype, tuple(outline.shape)), nbytes // len(found), read)
-    renamed = {name: converted_name(name, conversions)[0] for pair in checkpoint.aliases.items() for name in pair}
-    aliases = {renamed[alias]: renamed[name] for alias, name in checkpoint.aliases.items()}
     return replace(checkpoint, held=held, aliases=aliases)
 
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import pennyweight as pw
 from pennyweight.algorithms.calibration import disk_offload
 from pennyweight.algorithms.calibration.disk_offload import offload_to
+from pennyweight.io import weight_conversions
 from pennyweight.io.meta_model import fresh_model
+from tests.integrations.mixtures import mixture
 from tests.integrations.small import assert_same_weights
-
-transformers = pytest.importorskip("transformers")
-from tests.integrations.test_experts import mixture  # noqa: E402
 
 QT = pw.AffineQuantizedTensor
 INT4, INT8 = pw.Int4WeightOnlyConfig(32), pw.Int8WeightOnlyConfig()
@@ -90,10 +90,10 @@ def test_matrices_quantized_differently_are_refused(folders: dict[str, Path], tm
     text = (
         r"experts\.1\.\w+_proj\.weight: is int8.*, but .*experts\.0\.\w+_proj\.weight is uint4.*; Qwen3MoeForCausalLM "
     )
-    text += "keeps them in one parameter, so they must be quantized alike"
+    text += "keeps them in one parameter: quantize the float checkpoint again, with one config for all of them"
     with pytest.raises(pw.CheckpointError, match=text):
         loaded(tmp_path / "two", folders["Qwen3Moe"])
-    with pytest.raises(Exception, match="must be quantized alike"):
+    with pytest.raises(Exception, match="with one config for all of them"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two")
     table = pw.FqnToConfig({"*.experts.1.*": None, "*.experts.*": INT4, "_default": None})
     pw.quantize_checkpoint(folders["Qwen3Moe"], tmp_path / "some", table)
@@ -114,3 +114,40 @@ def test_a_missing_expert_is_an_error(folders: dict[str, Path], tmp_path: Path) 
     pw.save(state, tmp_path / "fewer")
     with pytest.raises(pw.CheckpointError, match=r"the model has shape \[4, \d+, \d+\], the checkpoint \[3, "):
         loaded(tmp_path / "fewer", folders["Mixtral"])
+
+
+def test_experts_that_share_a_matrix(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A native file stores it once, under the name of the first."""
+    state = pw.load(folders["Qwen3Moe"])
+    first, second = (f"model.layers.0.mlp.experts.{e}.down_proj.weight" for e in (0, 1))
+    state[second] = state[first]
+    pw.save(state, tmp_path / "shared")
+    with pw.open(tmp_path / "shared") as stored:
+        assert dict(stored.aliases) == {second: first}
+    model = loaded(tmp_path / "shared", folders["Qwen3Moe"])
+    down = model.get_parameter("model.layers.0.mlp.experts.down_proj")
+    assert torch.equal(down[0], down[1])
+    assert torch.equal(down[2:], mixture("Qwen3Moe").get_parameter("model.layers.0.mlp.experts.down_proj")[2:])
+
+
+def test_folders_of_other_libraries(folders: dict[str, Path], tmp_path: Path) -> None:
+    """As llm-compressor writes them: each expert is a layer of its own."""
+    config = pw.IntxWeightOnlyConfig(torch.int4, pw.PerGroup(32), scale_dtype=torch.float32)
+    pw.quantize_checkpoint(folders["Qwen3Moe"], tmp_path / "ours", config, skip=["lm_head"])
+    pw.convert(tmp_path / "ours", tmp_path / "theirs", to="compressed-tensors")
+    model = loaded(tmp_path / "theirs", folders["Qwen3Moe"])
+    want = loaded(tmp_path / "ours", folders["Qwen3Moe"])
+    for n, w in experts(want).items():
+        got = model.get_parameter(n)
+        assert isinstance(got, QT)
+        torch.testing.assert_close(got.dequantize(), w.dequantize(), rtol=1e-2, atol=1e-4)
+
+
+def test_a_tied_model_needs_no_conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=40,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    monkeypatch.setattr(weight_conversions, "conversions_of", lambda model: pytest.fail("looked them up"))
+    loaded(tmp_path)
