@@ -84,11 +84,11 @@ def start(
 
 
 def ignored_signals() -> list[int]:
-    """Those that a program started now would ignore: they survive exec. Libraries change what the kernel does, and
-    signal.getsignal says what Python has set."""
+    """Those that a Python program started now would ignore: what the kernel ignores for this process survives exec
+    (libraries change it, and signal.getsignal says what Python has set), and the interpreter ignores two at its start."""
     line = next(x for x in Path("/proc/self/status").read_text("utf-8").splitlines() if x.startswith("SigIgn:"))
     mask = int(line.split()[1], 16)
-    return [int(s) for s in signal.Signals if mask >> (s - 1) & 1]
+    return [int(s) for s in signal.Signals if mask >> (s - 1) & 1 or s in (signal.SIGPIPE, signal.SIGXFSZ)]
 
 
 def read_early(variables: Mapping[str, str], modules: tuple[str, ...]) -> dict[str, str]:

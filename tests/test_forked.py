@@ -43,6 +43,16 @@ def test_a_signal_that_a_library_has_reset_is_not_ignored() -> None:
         signal.signal(signal.SIGQUIT, before)
 
 
+def test_signals_that_the_interpreter_ignores_itself() -> None:
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    try:
+        test = "import signal; print(signal.getsignal(signal.SIGXFSZ).name)"
+        real = subprocess.run([sys.executable, "-c", test], capture_output=True, text=True, check=True)
+        assert forked.run(["-c", test]).stdout == real.stdout == "SIG_IGN\n"
+    finally:
+        signal.signal(signal.SIGXFSZ, before)
+
+
 @pytest.mark.parametrize("kind", ["-c", "-m", "file"])
 def test_what_a_program_sees_and_says(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forked, "_servers", {})  # another test may have changed what a process inherits since it began
