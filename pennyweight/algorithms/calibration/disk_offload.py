@@ -1,9 +1,12 @@
-"""Offloads weights, copies of weights and activations that do not fit into memory to memory-mapped temporary files."""
+"""Offloads weights, copies of weights and activations that do not fit into memory to memory-mapped temporary files, and
+returns freed memory to the system."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -64,6 +67,14 @@ def offload_weights_(model: nn.Module) -> None:
         for p in model.parameters():  # tied ones once
             if not isinstance(p, AffineQuantizedTensor) and p.is_floating_point() and p.layout is torch.strided:
                 p.data = copy_of(p.data)
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system. glibc keeps arrays of up to 32 MB for later, and a process in which large and
+    small ones come and go grows by the gaps between them; other C libraries return such arrays themselves."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def _mapped(folder: Path, count: int) -> Tensor:

@@ -26,7 +26,7 @@ from ...kernels.native.convert import gptq_block
 from ..base import Solution, Solver, Task, register
 from .block_search import solve_in_chunks, stack_solutions
 from .qparam_grid import SHRINKS, QParamGrid, grid_candidates, make_grid
-from .refinement import BestCandidate, refit_and_descend, subtract_outer
+from .refinement import BestCandidate, output_errors, refit_and_descend, subtract_outer
 from .rtn import Nearest, nearest_parts, output_error, total_error
 
 # -- Algorithm 1 -------------------------------------------------------------------------------------------------------
@@ -49,6 +49,14 @@ class CholeskyFactor(NamedTuple):
     order: Tensor
     damping: float
     added: Tensor
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """x [K, N] with its rows in ``order``."""
+        return x.index_select(0, self.order)
+
+    def in_own_order(self, x: Tensor) -> Tensor:
+        """The inverse of :meth:`in_order`."""
+        return x.index_select(0, torch.argsort(self.order))
 
 
 def inverse_cholesky(
@@ -143,10 +151,10 @@ def invert_triangle(lower: Tensor) -> None:
 
 
 def quantize_columns(
-    weight: Tensor, grid: QParamGrid, f: CholeskyFactor, keep: Tensor | None = None
+    w: Tensor, grid: QParamGrid, f: CholeskyFactor, keep: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes, values) [N, K] of a weight [N, K] by the loop of Algorithm 1, and their damped error [N]. For each column
-    j of each block:
+    """(codes, values) [K, N] of a transposed weight [K, N] by the loop of Algorithm 1, and their damped error [N]. All
+    of them have the columns of the weight in the factor's order. For each column j of each block:
 
         q = quant(w_j);  e_j = (w_j - q) / U_jj;  w_i -= e_j U_ji  for the columns i > j of the block     (eq. 2)
 
@@ -154,27 +162,21 @@ def quantize_columns(
     clipping this is Babai's nearest plane algorithm (Chen et al. 2025, arXiv 2507.18553). The difference that is left
     is D = -E U, so that D H D^T, with H damped, is the sum of the squares of a row of E.
 
-    keep    bool [N, K]: all other elements become the representable value nearest to zero
+    keep    bool [K, N]: all other elements become the representable value nearest to zero
     """
-    order, upper = f.order, f.upper
-    kept = None if keep is None else keep.t().contiguous().index_select(0, order)
-    w = weight.t().contiguous().index_select(0, order)  # a row per column of the weight: contiguous access
-    ordered = grid._replace(
-        columns=type(grid.columns)(*(None if p is None else p.index_select(0, order) for p in grid.columns))
-    )
+    w, upper, ordered = w.clone(), f.upper, grid._replace(group=f.in_order(grid.group))
     k = w.shape[0]
     codes = torch.empty(w.shape, dtype=grid.spec.format.code_dtype, device=w.device)
     values, total = torch.empty_like(w), torch.zeros_like(w[0])
     for begin in range(0, k, COLUMNS_PER_BLOCK):
         end = min(begin + COLUMNS_PER_BLOCK, k)
         here, errors = slice(begin, end), torch.empty(end - begin, w.shape[1], device=w.device, dtype=torch.float32)
-        keep_here, out = None if kept is None else kept[here], (codes[here], values[here], errors)
+        keep_here, out = None if keep is None else keep[here], (codes[here], values[here], errors)
         _quantize_block(w[here], upper[here, here], ordered, begin, keep_here, out)
         total += errors.square().sum(0)
         if end < k:
             w[end:].addmm_(upper[begin:end, end:].t(), errors, alpha=-1)
-    back = torch.argsort(order)
-    return codes.index_select(0, back).t().contiguous(), values.index_select(0, back).t().contiguous(), total
+    return codes, values, total
 
 
 def _quantize_block(
@@ -198,12 +200,13 @@ def _quantize_block(
 
 
 def undamped_error(damped: Tensor, difference: Tensor, hessian: Tensor, added: Tensor) -> Tensor:
-    """d H d^T of each row of a difference [N, K], in float64, from d (H + diag(added)) d^T as float32. By a product
-    with H [1, K, K] for rows of which damping is nearly all."""
-    error = damped.double() - torch.linalg.vector_norm(difference * added.sqrt(), dim=1, dtype=torch.float64).square()
+    """d H d^T of each row of a transposed difference [K, N], in float64, from d (H + diag(added)) d^T as float32. By a
+    product with H [K, K] for rows of which damping is nearly all."""
+    weights = added.sqrt().unsqueeze(1)
+    error = damped.double() - torch.linalg.vector_norm(difference * weights, dim=0, dtype=torch.float64).square()
     unsure = error < damped / 32
     if unsure.any():
-        error[unsure] = output_error(difference[unsure].double(), hessian)
+        error[unsure] = output_error(difference.t()[unsure].double(), hessian.unsqueeze(0))
     return error
 
 
@@ -342,39 +345,41 @@ class GPTQ(Solver):
             why = "inputs are all zero" if not hessian.any() else "the Hessian is not positive definite at any damping"
             return Solution(rounded, nearest, nearest, f"rounded to nearest: {why}")
         target = task.weight if drift is None else asymmetric_target(task.weight, drift, f, self.asymmetric)
-        keep = task.weight != 0 if self.keep_zeros else None
-        keep = None if keep is None or bool(keep.all()) else keep
         scheme = make_grid(next(grid_candidates(task, ("scheme",), None))[1], task.spec, shape)
+        # Transposed from here on, [K, N]: access to a column of the weight is contiguous
+        w, rounded_codes, rounded_values = (x.t().contiguous() for x in (target, rounded.codes[:n, :k], rounded_values))
+        keep = task.weight.t() != 0 if self.keep_zeros else None
+        keep = None if keep is None or bool(keep.all()) else keep.contiguous()
 
         # Candidates are compared under damping, which generalizes better: d (H + diag(added)) d^T
         added = f.added
 
         def errors(values: Tensor) -> tuple[Tensor, Tensor]:
             """Of each row, without and with damping."""
-            off = values - target
-            error = output_error(off, h)
-            return error, error + off.square() @ added
-
-        def from_nearest(error: Tensor) -> BestCandidate:
-            return BestCandidate(scheme, rounded.codes[:n, :k], rounded_values, error, shape)
+            off = values - w
+            error = output_errors(off, hessian)
+            return error, error + added @ off.square_()
 
         if drift is None:
             exact = of_nearest
-            with_damping = (exact + (rounded_values - target).square() @ added).float()
+            with_damping = (exact + added @ (rounded_values - w).square_()).float()
         else:
             exact, with_damping = errors(rounded_values)
-        found = from_nearest(with_damping)
         by_loop = k <= FLOAT64_INPUTS  # the errors of the loop are as accurate as its factor
+        found = BestCandidate(scheme, *map(f.in_order, (rounded_codes, rounded_values)), with_damping, shape)
+        ordered, ordered_keep = f.in_order(w), None if keep is None else f.in_order(keep)
         for g in self._grids(task, scheme, hessian.diagonal()):
-            codes, values, damped_error = quantize_columns(target, g, f, keep)
-            found.offer(g, codes, values, damped_error if by_loop else errors(values)[1])
+            codes, values, damped_error = quantize_columns(ordered, g, f, ordered_keep)
+            found.offer(g, codes, values, damped_error if by_loop else errors(f.in_own_order(values))[1])
+        found.codes, found.values = map(f.in_own_order, (found.codes, found.values))
         if self.sweeps:
             damped = hessian.clone()
             damped.diagonal().add_(added)
-            refit_and_descend(found, target, damped, self.sweeps, keep=keep)
+            refit_and_descend(found, w, damped, self.sweeps, keep=keep)
         by_loop = by_loop and not self.sweeps
-        best = from_nearest(exact)  # at most round-to-nearest's error: guaranteed without damping
-        without = undamped_error(found.error, found.values - target, h, added) if by_loop else errors(found.values)[0]
+        # At most round-to-nearest's error: guaranteed without damping
+        best = BestCandidate(scheme, rounded_codes, rounded_values, exact, shape)
+        without = undamped_error(found.error, found.values - w, hessian, added) if by_loop else errors(found.values)[0]
         best.offer(found.grid, found.codes, found.values, without)
         wanted = damping if self.damping is None else self.damping
         note = "" if f.damping == wanted else f"damping raised to {f.damping:g}"
@@ -382,7 +387,7 @@ class GPTQ(Solver):
             note = "; ".join(filter(None, (note, "target is its own output: no float inputs")))
         solved = best.grid.parts(task.weight, best.codes)
         values = dequantize(solved, task.spec, shape)
-        if by_loop and drift is None and torch.equal(values, best.values):
+        if by_loop and drift is None and torch.equal(values.t(), best.values):
             error = max(0.0, float(best.error.double().sum()))
         else:
             error = total_error(values - task.weight, h)

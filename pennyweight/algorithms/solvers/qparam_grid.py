@@ -28,25 +28,37 @@ Rounder = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 
 
 class QParamGrid(NamedTuple):
-    """Block parameters as chosen, and as stored: expanded to the elements and transposed, [K, N] or None."""
+    """The grid of a matrix [N, K]. Matrices are transposed here, so that access to a column is contiguous.
+
+    chosen  block parameters as chosen
+    stored  as stored, [G, N] for the G blocks of a row, or None
+    group   int64 [K], the block of each column
+    common  what rounding needs of ``stored``, [G, N]; None for formats that are not rounded with it
+    """
 
     spec: QuantSpec
     chosen: Params
-    columns: Params
+    stored: Params
+    group: Tensor
+    common: RoundingTerms | None
+
+    def columns(self, start: int, end: int) -> Params:
+        """Stored parameters of each element of the columns in [start, end), flat."""
+        group = self.group[start:end]
+        return Params(*(None if p is None else p.index_select(0, group).flatten() for p in self.stored))
 
     def nearest(self, w: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """(codes, values) of w [k, N], the columns from ``start`` on, rounded to nearest."""
-        view = w.unsqueeze(-1)
-        part = Params(*(None if p is None else p[start : start + w.shape[0]] for p in self.columns))
-        flat = Params(*(None if p is None else p.flatten() for p in part))
-        view = view.reshape(-1, 1)
-        codes = encode(view, self.spec, flat)
+        flat = self.columns(start, start + w.shape[0])
+        codes = encode(w.reshape(-1, 1), self.spec, flat)
         return codes.view(w.shape), stored_value(codes, self.spec, flat).view(w.shape)
 
     def terms(self, start: int, end: int) -> RoundingTerms | None:
-        """The terms of the columns in [start, end); None for formats that are not rounded with them."""
-        part = Params(*(None if p is None else p[start:end] for p in self.columns))
-        return rounding_terms(self.spec, part)
+        """The terms of the columns in [start, end), [end - start, N]; None for formats that are not rounded with them."""
+        if self.common is None:
+            return None
+        group = self.group[start:end]
+        return RoundingTerms(*(t.index_select(0, group) if isinstance(t, Tensor) else t for t in self.common))
 
     def rounder(self, start: int, end: int) -> Rounder:
         """:meth:`nearest` of one column w [N] after another of those in [start, end): (its number from ``start`` on, w)
@@ -76,31 +88,28 @@ class QParamGrid(NamedTuple):
         return codes[0], values[0]
 
     def values(self, codes: Tensor) -> Tensor:
-        """Dequantized codes [N, K]."""
-        turned = codes.t().contiguous()
-        flat = Params(*(None if p is None else p.flatten() for p in self.columns))
-        return stored_value(turned.view(-1, 1), self.spec, flat).view(turned.shape).t().contiguous()
+        """Dequantized codes [K, N]."""
+        flat = self.columns(0, codes.shape[0])
+        return stored_value(codes.reshape(-1, 1), self.spec, flat).view(codes.shape)
 
     def parts(self, weight: Tensor, codes: Tensor) -> Parts:
-        """Plain parts with codes [N, K]; padding is rounded to nearest."""
+        """Plain parts of a weight [N, K] with codes [K, N]; padding is rounded to nearest."""
         parts = quantize(weight, self.spec, params=self.chosen)
-        parts.codes[: codes.shape[0], : codes.shape[1]] = codes
+        parts.codes[: codes.shape[1], : codes.shape[0]] = codes.t()
         return parts
 
 
-def make_grid(chosen: Params, spec: QuantSpec, shape: torch.Size) -> QParamGrid:
-    """Grid of block parameters [N / b0, K / b1] for a matrix of this shape."""
-    seen = store_qparams(chosen, spec)[1]
-    return QParamGrid(spec, chosen, Params(*(expand_blocks(part, spec, shape) for part in seen)))
+def make_grid(chosen: Params, spec: QuantSpec, shape: torch.Size, stored: Params | None = None) -> QParamGrid:
+    """Grid of block parameters [N / b0, K / b1] for a matrix of this shape. stored: as they are stored, if known."""
+    rows, size = blocks.resolve(spec.block, shape)
 
+    def turned(part: Tensor | None) -> Tensor | None:
+        return None if part is None else part.repeat_interleave(rows, 0)[: shape[0]].t().contiguous()
 
-def expand_blocks(part: Tensor | None, spec: QuantSpec, shape: torch.Size) -> Tensor | None:
-    """Expand a per-block part to one value per element, transposed: [K, N]."""
-    if part is None:
-        return None
-    sizes = blocks.resolve(spec.block, shape)
-    rows = part.repeat_interleave(sizes[0], 0)[: shape[0]]
-    return rows.t().repeat_interleave(sizes[1], 0)[: shape[1]].contiguous()
+    seen = Params(*map(turned, store_qparams(chosen, spec)[1] if stored is None else stored))
+    device = next((p.device for p in seen if p is not None), None)
+    group = torch.arange(shape[1], device=device, dtype=torch.int64) // size
+    return QParamGrid(spec, chosen, seen, group, rounding_terms(spec, seen))
 
 
 # Fractions of the range: below 0.8 clipping costs more than finer steps gain, at every bit width tried (docs/log.md)

@@ -1,4 +1,8 @@
-"""Refinement of solved codes: best candidate per row, least-squares scales for fixed codes, coordinate descent."""
+"""Refinement of solved codes: best candidate per row, least-squares scales for fixed codes, coordinate descent.
+
+Matrices [N, K] are transposed here, [K, N], so that access to a column is contiguous. "Row" and "column" are those of
+the weight.
+"""
 
 from __future__ import annotations
 
@@ -14,83 +18,101 @@ from ...kernels.cpu.library import usable
 from ...kernels.cpu.matrix_view import threads_for
 from ...kernels.native.convert import gptq_block
 from .qparam_grid import QParamGrid, Rounder, make_grid
-from .rtn import output_error
+from .rtn import COLUMNS
 
 _CHUNK = 1 << 24  # elements of a temporary
 _COLUMNS = 128  # columns per block of coordinate descent: later blocks are updated by one matrix product
 
 
+def output_errors(difference: Tensor, hessian: Tensor) -> Tensor:
+    """:func:`.rtn.output_error` of a transposed difference [K, N] -> [N]."""
+    total = torch.zeros_like(difference[0])
+    for begin in range(0, difference.shape[0], COLUMNS):
+        here = slice(begin, begin + COLUMNS)
+        product = hessian[here, here] @ difference[here]
+        product.addmm_(hessian[here, :begin], difference[:begin], alpha=2)
+        total += product.mul_(difference[here]).sum(0)
+    return total
+
+
 class BestCandidate:
     """The best candidate: per row if rows do not share scales, else for the whole matrix.
 
-    codes, values [N, K] on ``grid``; error [N]
+    codes, values [K, N] on ``grid``; error [N]; shape: that of the weight
     """
 
     def __init__(self, g: QParamGrid, codes: Tensor, values: Tensor, error: Tensor, shape: Size) -> None:
         self.grid, self.codes, self.values, self.error = g, codes, values, error
         self.shape, self.by_row = shape, g.spec.rows_independent(shape)
 
-    def offer(self, g: QParamGrid, codes: Tensor, values: Tensor, error: Tensor) -> None:
-        """Keep a candidate if it is better than all before; non-finite errors count as infinite."""
+    def offer(self, g: QParamGrid, codes: Tensor, values: Tensor, error: Tensor) -> Tensor:
+        """Keep a candidate where it is better than all before; non-finite errors count as infinite. -> where, [N]"""
         error = torch.where(error.isfinite(), error, torch.inf)
         better = error < self.error if self.by_row else (error.sum() < self.error.sum()).expand(error.shape)
-        if not better.any():
-            return
-        which = better.unsqueeze(1)
-        if g is not self.grid:
-            chosen = select_blocks(which, g.chosen, self.grid.chosen) if self.by_row else g.chosen
-            self.grid = make_grid(chosen, g.spec, self.shape)
-        self.codes = torch.where(which, codes, self.codes)
-        self.values = torch.where(which, values, self.values)
-        self.error = torch.where(better, error, self.error)
+        if better.any():
+            if g is not self.grid:
+                which = better.unsqueeze(1)
+                chosen = select_blocks(which, g.chosen, self.grid.chosen) if self.by_row else g.chosen
+                self.grid = make_grid(chosen, g.spec, self.shape)
+            self.codes = torch.where(better, codes, self.codes)
+            self.values = torch.where(better, values, self.values)
+            self.error = torch.where(better, error, self.error)
+        return better
 
 
 def refit_and_descend(
-    best: BestCandidate, target: Tensor, hessian: Tensor, sweeps: int, scales: bool = True, keep: Tensor | None = None
+    best: BestCandidate, w: Tensor, hessian: Tensor, sweeps: int, keep: Tensor | None = None
 ) -> None:
     """``sweeps`` times: refit the scales to the codes, then coordinate descent on the codes. Never worse.
 
-    scales  whether scales may change
-    keep    [N, K] elements that may change; None: all
+    w       [K, N], the target
+    keep    [K, N] elements that may change; None: all
     """
-    h = hessian.unsqueeze(0)
+    wanted = hessian @ w if _can_refit(best.grid.spec, best.shape) else None
     for _ in range(sweeps):
-        again = refit(target, best.codes, best.grid, hessian) if scales else None
-        if again is not None:
+        if wanted is None:
+            pull = hessian @ (w - best.values)
+        else:
+            again = refit(best.codes, best.grid, hessian, wanted, best.shape)
             values = again.values(best.codes)
-            best.offer(again, best.codes, values, output_error(values - target, h))
-        codes, values = coordinate_descent(target, best.codes, best.values, best.grid, hessian, keep)
-        best.offer(best.grid, codes, values, output_error(values - target, h))
+            difference = w - values
+            pull = hessian @ difference  # for the error of these values, and for descent from them
+            better = best.offer(again, best.codes, values, difference.mul_(pull).sum(0))
+            if not better.all():
+                pull[:, ~better] = hessian @ (w - best.values)[:, ~better]
+        codes, values, change = coordinate_descent(best.codes, best.values, best.grid, hessian, pull, keep)
+        best.offer(best.grid, codes, values, best.error + change)
 
 
-def refit(target: Tensor, codes: Tensor, g: QParamGrid, hessian: Tensor) -> QParamGrid | None:
+def _can_refit(spec: QuantSpec, shape: Size) -> bool:
+    """Not if rows share scales, or if scales are quantized themselves."""
+    quantized = isinstance(spec.scale, QuantSpec) or isinstance(spec.offset, QuantSpec)
+    return not quantized and spec.scale is not None and spec.rows_independent(shape)
+
+
+def refit(codes: Tensor, g: QParamGrid, hessian: Tensor, pull: Tensor, shape: Size) -> QParamGrid:
     """The grid whose scales (and offsets) minimise tr(D H D^T) for the given codes: for each row with blocks B_i of
     inputs and u = codes - zero point,
 
         (B_i u) H (B_j u)^T s_j = (B_i u) H w^T
 
-    target, codes [N, K]; hessian [K, K]. None if rows share scales, or if scales are quantized themselves. Scales whose
-    sign would change, and rows with a singular system, keep their values.
+    codes [K, N]; hessian [K, K]; pull = H w [K, N]. Scales whose sign would change, and rows with a singular system,
+    keep their values.
     """
-    spec, (n, k) = g.spec, target.shape
-    if isinstance(spec.scale, QuantSpec) or isinstance(spec.offset, QuantSpec) or spec.scale is None:
-        return None
-    if not spec.rows_independent(target.shape):
-        return None
+    spec, (n, k) = g.spec, shape
     chosen = g.chosen
     assert chosen.scale is not None
-    size = blocks.resolve(spec.block, target.shape)[1]
+    size = blocks.resolve(spec.block, shape)[1]
     groups = chosen.scale.shape[1]
     units = spec.format.decode(codes, torch.float32) - spec.mid
-    if g.columns.zero_point is not None:
-        units = units - g.columns.zero_point.t().float()
+    if g.stored.zero_point is not None:
+        units -= g.stored.zero_point.float().index_select(0, g.group)
     scale, offset = chosen.scale.clone(), None if chosen.offset is None else chosen.offset.clone()
-    pull = target @ hessian
     width = groups if offset is None else 2 * groups
     step = max(1, _CHUNK // max(1, k, width**2))
     for begin in range(0, n, step):
         rows = slice(begin, min(begin + step, n))
-        system, wanted = normal_equations(units[rows], hessian, pull[rows], size, offsets=offset is not None)
+        system, wanted = normal_equations(units[:, rows], hessian, pull[:, rows], size, offsets=offset is not None)
         system.diagonal(dim1=1, dim2=2).add_(1e-6 * system.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-30)
         found, info = torch.linalg.solve_ex(system, wanted)
         new = found[:, :groups]
@@ -98,43 +120,40 @@ def refit(target: Tensor, codes: Tensor, g: QParamGrid, hessian: Tensor) -> QPar
         scale[rows] = torch.where(good, new.to(scale.dtype), scale[rows])
         if offset is not None:
             offset[rows] = torch.where(good, found[:, groups:].to(offset.dtype), offset[rows])
-    return make_grid(Params(scale, chosen.zero_point, offset), spec, target.shape)
+    return make_grid(Params(scale, chosen.zero_point, offset), spec, shape)
 
 
 def normal_equations(
     units: Tensor, hessian: Tensor, pull: Tensor, size: int, *, offsets: bool
 ) -> tuple[Tensor, Tensor]:
-    """The system and right side of :func:`refit` for rows of units [n, K] and pull [n, K]: [n, G, G] and [n, G] for the
+    """The system and right side of :func:`refit` for rows of units [K, n] and pull [K, n]: [n, G, G] and [n, G] for the
     scales of G groups of ``size`` inputs; with offsets, whose units are 1, twice as wide.
 
     A group of inputs is zero outside of itself, so that all products together take n K^2 operations.
     """
-    n, k = units.shape
+    k, n = units.shape
     groups = -(-k // size)
     width = 2 * groups if offsets else groups
 
-    def sums(x: Tensor, start: int) -> Tensor:
-        """By groups, of the columns from ``start`` on."""
-        rest = groups * size - k
-        return (F.pad(x, (0, rest)) if rest else x).unflatten(1, (-1, size)).sum(2)
+    def sums(x: Tensor) -> Tensor:
+        """By groups, of rows of which the last is that of the last input."""
+        rest = -len(x) % size
+        return (F.pad(x, (0, 0, 0, rest)) if rest else x).unflatten(0, (-1, size)).sum(1)
 
-    system = torch.empty(n, width, width, device=units.device, dtype=torch.float32)
+    system = torch.empty(width, width, n, device=units.device, dtype=torch.float32)
+    of_groups = sums(hessian) if offsets else None  # [G, K]
     for g in range(groups):
-        start = g * size
-        inside = hessian[start : start + size, start:]  # the rest by symmetry
-        product = units[:, start : start + size] @ inside
-        system[:, g, g:groups] = sums(product * units[:, start:], start)
-        if offsets:
-            column = inside.sum(0, keepdim=True)
-            system[:, g, groups + g :] = sums(product, start)
-            system[:, groups + g, g:groups] = sums(column * units[:, start:], start)
-            system[:, groups + g, groups + g :] = sums(column, start)
+        here = slice(g * size, (g + 1) * size)
+        after = slice(g * size, k)  # the rest by symmetry
+        system[g, g:groups] = sums((hessian[after, here] @ units[here]).mul_(units[after]))
+        if of_groups is not None:
+            system[groups:, g] = of_groups[:, here] @ units[here]
+            system[groups:, groups + g] = of_groups[:, here].sum(1, keepdim=True)
     i, j = torch.tril_indices(groups, groups, -1, device=units.device)
-    for a in range(0, width, groups):
-        for b in range(0, width, groups):
-            system[:, a + i, b + j] = system[:, b + j, a + i]
-    wanted = sums(pull * units, 0)
-    return system, torch.cat([wanted, sums(pull, 0)], 1) if offsets else wanted
+    system[i, j] = system[j, i]
+    system[:groups, groups:] = system[groups:, :groups].transpose(0, 1)
+    wanted = sums(pull * units)
+    return system.permute(2, 0, 1), (torch.cat([wanted, sums(pull)]) if offsets else wanted).t()
 
 
 def subtract_outer(x: Tensor, column: Tensor, row: Tensor) -> None:
@@ -144,30 +163,34 @@ def subtract_outer(x: Tensor, column: Tensor, row: Tensor) -> None:
 
 
 def coordinate_descent(
-    weight: Tensor, codes: Tensor, values: Tensor, grid: QParamGrid, hessian: Tensor, keep: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    codes: Tensor, values: Tensor, grid: QParamGrid, hessian: Tensor, pull: Tensor, keep: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """One sweep of coordinate descent on tr(D H D^T): each column in turn is rounded to its optimum given all others.
-    The objective never increases. Behdin et al. 2023 (QuantEase). keep: as in
-    :func:`.gptq.quantize_columns`.
+    The objective never increases. Behdin et al. 2023 (QuantEase).
+
+    codes, values, pull = H (w - values)    [K, N]; pull is working memory
+    keep                                    as in :func:`.gptq.quantize_columns`
+
+    Returns codes, values, and by how much the objective of each row has changed, [N]: a block B whose values move by m
+    under the pull p that the blocks before it have left changes it by m (H_BB m - 2 p).
     """
-    w = weight.t()
-    v, codes = (x.t().clone(memory_format=torch.contiguous_format) for x in (values, codes))  # also of one row
-    k = w.shape[0]
-    pull = hessian @ (w - v)  # [K, N]: minus half the gradient
-    kept = None if keep is None else keep.t()
+    codes, v = codes.clone(), values.clone()
+    k, n = v.shape
+    change = torch.zeros(n, device=v.device, dtype=torch.float32)
     for begin in range(0, k, _COLUMNS):
         end = min(begin + _COLUMNS, k)
-        here, keep_here = slice(begin, end), None if kept is None else kept[begin:end].float().contiguous()
-        moved = torch.zeros(end - begin, w.shape[1], device=w.device, dtype=torch.float32)
-        terms = grid.terms(begin, end) if w.is_cpu and usable() is True else None
+        here, keep_here = slice(begin, end), None if keep is None else keep[begin:end].float().contiguous()
+        own = hessian[here, here].contiguous()
+        moved = torch.zeros(end - begin, n, device=v.device, dtype=torch.float32)
+        terms = grid.terms(begin, end) if v.is_cpu and usable() is True else None
         if terms is not None:
-            lower, threads = hessian[here, here].contiguous(), threads_for(moved.numel())
             job = (keep_here, *terms[:6]), terms[6:], codes[here], v[here], moved
-            gptq_block(pull[here], lower, *job, threads, descent=True)
+            gptq_block(pull[here], own, *job, threads_for(moved.numel()), descent=True)
         else:
-            _descend(pull[here], hessian[here, here], grid.rounder(begin, end), keep_here, codes[here], v[here], moved)
+            _descend(pull[here].clone(), own, grid.rounder(begin, end), keep_here, codes[here], v[here], moved)
         pull[end:].addmm_(hessian[end:, here], moved, alpha=-1)
-    return codes.t().contiguous(), v.t().contiguous()
+        change += pull[here].addmm_(own, moved, beta=-2).mul_(moved).sum(0)
+    return codes, v, change
 
 
 def _descend(

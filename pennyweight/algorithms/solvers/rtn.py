@@ -24,8 +24,8 @@ def output_error(difference: Tensor, hessian: Tensor) -> Tensor:
     """E|d x|^2 = d H d^T of each row: difference [N, K], hessian [G, K, K] -> [N], in float32."""
     rows = difference.unflatten(0, (hessian.shape[0], -1))
     total = torch.zeros(rows.shape[:2], dtype=rows.dtype, device=rows.device)
-    for twice, once, columns in _half_products(rows, hessian):
-        total += ((2 * twice + once) * columns).sum(-1)
+    for product, columns in _half_products(rows, hessian):
+        total += product.mul_(columns).sum(-1)
     return total.flatten()
 
 
@@ -33,20 +33,20 @@ def total_error(difference: Tensor, hessian: Tensor) -> float:
     """Sum of :func:`output_error` in float64: with nearly collinear inputs the products cancel."""
     rows = difference.unflatten(0, (hessian.shape[0], -1)).double()
     total = 0.0
-    for twice, once, columns in _half_products(rows, hessian):
-        total += float(((2 * twice + once) * columns).sum())
+    for product, columns in _half_products(rows, hessian):
+        total += float(product.mul_(columns).sum())
     return max(0.0, total)
 
 
-def _half_products(rows: Tensor, hessian: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Blocks of columns of d H, for a symmetric H [G, K, K] and d [G, n, K], whose products with d add up to d H d^T:
-    (what counts twice, because of the part below the diagonal, what counts once, the columns of d). Half the work of
-    the whole product, and no copy of a large H in the dtype of d."""
+def _half_products(rows: Tensor, hessian: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """(product, the same columns of d) for blocks of columns of d H, with a symmetric H [G, K, K] and d [G, n, K], so
+    that the products of both add up to d H d^T: what is above the block's own part of H counts twice, what is below it
+    not. Half the work of the whole product, and no copy of a large H in the dtype of d."""
     for begin in range(0, hessian.shape[-1], COLUMNS):
         columns = slice(begin, begin + COLUMNS)
         d = rows[:, :, columns]
         h = hessian[:, : begin + COLUMNS, columns].to(rows.dtype)
-        yield torch.matmul(rows[:, :, :begin], h[:, :begin]), torch.matmul(d, h[:, begin:]), d
+        yield torch.matmul(d, h[:, begin:]).baddbmm_(rows[:, :, :begin], h[:, :begin], alpha=2), d
 
 
 def nearest_parts(task: Task) -> tuple[Parts, Tensor]:

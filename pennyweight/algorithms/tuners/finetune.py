@@ -25,9 +25,8 @@ from ..calibration.batches import Batches, held_out, read
 from ..calibration.collect_statistics import CollectedStatistics
 from ..calibration.loop import HELD_OUT, CalibrationLoop
 from ..solvers.gptq import inverse_cholesky, quantize_columns
-from ..solvers.qparam_grid import QParamGrid, expand_blocks
-from ..solvers.refinement import BestCandidate, refit_and_descend
-from ..solvers.rtn import output_error
+from ..solvers.qparam_grid import make_grid
+from ..solvers.refinement import BestCandidate, output_errors, refit_and_descend
 from ..tied_weights import Trial, add_lookups, divergences, lookup_ratio
 
 
@@ -120,17 +119,16 @@ def _improve(
     stored = Params(
         _stored(parts.scale, spec.scale, part_shape), parts.zero_point, _stored(parts.offset, spec.offset, part_shape)
     )
-    g = QParamGrid(spec, stored, Params(*(expand_blocks(p, spec, shape) for p in stored)))
+    g = make_grid(stored, spec, shape, stored)
     n, k = shape
-    values = dequantize(parts, spec, shape)
-    first = output_error(values - x, h.unsqueeze(0))
-    best = BestCandidate(g, parts.codes[:n, :k], values, first, shape)
-    codes, values, _ = quantize_columns(x, g, f)
-    best.offer(g, codes, values, output_error(values - x, h.unsqueeze(0)))
-    plain = not any(isinstance(kind, QuantSpec) for kind in (spec.scale, spec.offset))
-    refit_and_descend(best, x, h, sweeps, scales=plain)
+    target, codes, values = (m.t().contiguous() for m in (x, parts.codes[:n, :k], dequantize(parts, spec, shape)))
+    first = output_errors(values - target, h)
+    best = BestCandidate(g, codes, values, first, shape)
+    codes, values = map(f.in_own_order, quantize_columns(f.in_order(target), g, f)[:2])
+    best.offer(g, codes, values, output_errors(values - target, h))
+    refit_and_descend(best, target, h, sweeps)
     all_codes = parts.codes.clone()
-    all_codes[:n, :k] = best.codes
+    all_codes[:n, :k] = best.codes.t()
     parts = parts._replace(codes=all_codes)
     if best.grid is not g:
         kept = {"scale": best.grid.chosen.scale, "offset": best.grid.chosen.offset}

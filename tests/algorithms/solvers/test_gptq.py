@@ -15,13 +15,14 @@ from pennyweight.algorithms.solvers.gptq import (
     GPTAQ,
     GPTQ,
     Auto,
+    CholeskyFactor,
     asymmetric_target,
     inverse_cholesky,
     quantize_columns,
     undamped_error,
 )
 from pennyweight.algorithms.solvers.qparam_grid import QParamGrid, grid_candidates, make_grid
-from pennyweight.algorithms.solvers.refinement import coordinate_descent, normal_equations, refit
+from pennyweight.algorithms.solvers.refinement import coordinate_descent, normal_equations, output_errors, refit
 from pennyweight.algorithms.solvers.rtn import Nearest, output_error, total_error
 from pennyweight.core.formats import INT4, INT8, UINT4
 from pennyweight.core.numerics import dequantize
@@ -53,7 +54,13 @@ def setting(spec: QuantSpec, n: int = 6) -> tuple[Task, Tensor, QParamGrid]:
 
 
 def error(task: Task, values: Tensor, h: Tensor) -> float:
-    return float(output_error((values - task.weight).double(), h.double().unsqueeze(0)).sum())
+    return float(output_error((values.t() - task.weight).double(), h.double().unsqueeze(0)).sum())
+
+
+def by_loop(weight: Tensor, g: QParamGrid, f: CholeskyFactor, keep: Tensor | None = None) -> tuple[Tensor, ...]:
+    """quantize_columns of [K, N], with its columns in their own order."""
+    codes, values, left_over = quantize_columns(f.in_order(weight), g, f, None if keep is None else f.in_order(keep))
+    return f.in_own_order(codes), f.in_own_order(values), left_over
 
 
 @pytest.mark.parametrize(("order", "shrinkage"), [(False, 0.0), (True, 0.0), (True, 0.4)])
@@ -63,16 +70,16 @@ def test_feedback_by_hand(spec: QuantSpec, order: bool, shrinkage: float) -> Non
     task, h, g = setting(spec)
     f = inverse_cholesky(h, 0.01, order, shrinkage)
     assert f is not None
-    codes, values, left_over = quantize_columns(task.weight, g, f)
+    codes, values, left_over = by_loop(task.weight.t(), g, f)
     damped = h.double() + 0.01 * h.diagonal().double().mean() * torch.eye(K)
     damped += shrinkage / (1 - shrinkage) * h.diagonal().double().diag()  # H with less of what is off its diagonal
-    w, expected = task.weight.double().clone(), torch.zeros(task.weight.shape)
+    w, expected = task.weight.double().clone(), torch.zeros(values.shape)
     left = f.order.tolist()
     assert left == (h.diagonal().argsort(descending=True, stable=True).tolist() if order else list(range(K)))
     while left:
         j, rest = left[0], left[1:]
-        expected[:, j] = g.nearest(w[:, j].float().unsqueeze(0), j)[1][0]
-        delta = expected[:, j].double() - w[:, j]
+        expected[j] = g.nearest(w[:, j].float().unsqueeze(0), j)[1][0]
+        delta = expected[j].double() - w[:, j]
         if rest:  # least squares of the rest given this column's error
             w[:, rest] -= delta[:, None] * torch.linalg.solve(damped[rest][:, rest], damped[rest, j])[None]
         left = rest
@@ -80,12 +87,12 @@ def test_feedback_by_hand(spec: QuantSpec, order: bool, shrinkage: float) -> Non
     assert different.float().mean() < 0.02  # ties, which float32 rounds one way or the other
     assert error(task, values, h) == pytest.approx(error(task, expected, h), rel=0.05)
     torch.testing.assert_close(g.values(codes), values)
-    exact = output_error((values - task.weight).double(), damped.unsqueeze(0))
+    off = values - task.weight.t()
+    exact = output_error(off.t().double(), damped.unsqueeze(0))
     torch.testing.assert_close(left_over.double(), exact, rtol=1e-4, atol=0)
-    torch.testing.assert_close(
-        undamped_error(left_over, values - task.weight, h.unsqueeze(0), f.added),
-        output_error((values - task.weight).double(), h.double().unsqueeze(0)), rtol=1e-3, atol=0,
-    )  # fmt: skip
+    undamped = output_error(off.t().double(), h.double().unsqueeze(0))
+    torch.testing.assert_close(undamped_error(left_over, off, h, f.added), undamped, rtol=1e-3, atol=0)
+    torch.testing.assert_close(output_errors(off.double(), h.double()), undamped)
 
 
 @pytest.mark.parametrize("k", [40, 64, 200])
@@ -125,14 +132,14 @@ def test_native_code_has_the_bits_of_the_loop(name: str, isa: str, monkeypatch: 
         w[: n // 3] *= 1e-30  # scales whose reciprocals overflow
         h = h.t() @ h / len(h)
         grid = make_grid(choose(w, spec, default_rule(spec), None), spec, w.shape)
-        keep = None if n % 2 else torch.rand(n, k) < 0.7
+        keep = None if n % 2 else torch.rand(k, n) < 0.7
         f = inverse_cholesky(h, 0.01, k % 64 == 0)
         assert f is not None
         with instruction_set(isa, threads):
-            found = quantize_columns(w, grid, f, keep)
+            found = by_loop(w.t(), grid, f, keep)
             with monkeypatch.context() as patch:
                 patch.setattr(gptq, "usable", lambda: "off")
-                want = quantize_columns(w, grid, f, keep)
+                want = by_loop(w.t(), grid, f, keep)
         for a, b in zip(want, found, strict=True):
             assert a.dtype is b.dtype
             assert torch.equal(a, b)
@@ -154,18 +161,22 @@ def test_native_descent_has_the_bits_of_the_loop(name: str, isa: str, monkeypatc
         h[:, 5] = 0  # an input that is always 0
         h = h.t() @ h / len(h)
         grid = make_grid(choose(w, spec, default_rule(spec), None), spec, w.shape)
-        codes = grid.nearest(w.t().contiguous(), 0)[0].t().contiguous()
-        given, keep = codes.clone(), None if n % 2 else torch.rand(n, k) < 0.7
+        codes, values = grid.nearest(w.t().contiguous(), 0)
+        pull = h @ (w.t() - values)
+        given, keep = codes.clone(), None if n % 2 else torch.rand(k, n) < 0.7
         with instruction_set(isa, threads):
-            found = coordinate_descent(w, codes, grid.values(codes), grid, h, keep)
+            found = coordinate_descent(codes, values, grid, h, pull.clone(), keep)
             with monkeypatch.context() as patch:
                 patch.setattr(refinement, "usable", lambda: "off")
-                want = coordinate_descent(w, codes, grid.values(codes), grid, h, keep)
+                want = coordinate_descent(codes, values, grid, h, pull.clone(), keep)
         bits = lambda codes: codes.view(torch.uint8)  # noqa: E731
         assert torch.equal(bits(codes), bits(given))
         assert n == 1 or not torch.equal(bits(want[0]), bits(codes))
         assert torch.equal(bits(want[0]), bits(found[0]))
         assert torch.equal(want[1], found[1])
+        assert torch.equal(want[2], found[2])
+        before, after = (output_errors((v - w.t()).double(), h.double()) for v in (values, found[1]))
+        torch.testing.assert_close(before + found[2], after, rtol=1e-4, atol=1e-6 * float(before.max()))
     assert calls == [True] * len(calls)
     assert bool(calls) == (spec.format.kind == "int")
 
@@ -173,11 +184,11 @@ def test_native_descent_has_the_bits_of_the_loop(name: str, isa: str, monkeypatc
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_descent_ends_where_no_single_code_is_better(spec: QuantSpec) -> None:
     task, h, g = setting(spec, 3)
-    codes, values = g.nearest(task.weight.t().contiguous(), 0)
-    codes, values = codes.t().contiguous(), values.t().contiguous()
+    w = task.weight.t().contiguous()
+    codes, values = g.nearest(w, 0)
     least = error(task, values, h)
     for _ in range(60):
-        new_codes, values = coordinate_descent(task.weight, codes, values, g, h)
+        new_codes, values, _ = coordinate_descent(codes, values, g, h, h @ (w - values))
         found = error(task, values, h)
         assert found <= least * (1 + 1e-5)
         least, done, codes = found, torch.equal(new_codes, codes), new_codes
@@ -188,7 +199,7 @@ def test_descent_ends_where_no_single_code_is_better(spec: QuantSpec) -> None:
     for j in range(0, K, 3):
         for step in (-1, 1):
             tried = codes.clone()
-            tried[:, j] = (codes[:, j].int() + step).clamp(int(f.lo), int(f.hi)).to(codes.dtype)
+            tried[j] = (codes[j].int() + step).clamp(int(f.lo), int(f.hi)).to(codes.dtype)
             assert error(task, g.values(tried), h) >= least * (1 - 1e-4)
 
 
@@ -197,15 +208,14 @@ def test_refitted_scales_are_least_squares_for_those_codes(spec: QuantSpec) -> N
     task, h, g = setting(spec)
     f = inverse_cholesky(h, 0.01, True)
     assert f is not None
-    codes, values, _ = quantize_columns(task.weight, g, f)
-    again = refit(task.weight, codes, g, h)
-    assert again is not None
+    codes, values, _ = by_loop(task.weight.t(), g, f)
+    again = refit(codes, g, h, h @ task.weight.t(), task.weight.shape)
     assert error(task, again.values(codes), h) < 0.99 * error(task, values, h)
     root = torch.linalg.cholesky(h.double() + 1e-9 * torch.eye(K)).t()  # |root d|^2 = d H d^T
     for row in range(2):
-        u = spec.format.decode(codes[row], torch.float64) - spec.mid
-        if g.columns.zero_point is not None:
-            u = u - g.columns.zero_point[:, row].double()
+        u = spec.format.decode(codes[:, row], torch.float64) - spec.mid
+        if g.stored.zero_point is not None:
+            u = u - g.stored.zero_point[:, row].double().repeat_interleave(8)
         basis = torch.block_diag(*(part[:, None] for part in u.split(8)))
         if spec.offset is not None:
             basis = torch.cat([basis, torch.block_diag(*torch.ones(5, 8, 1).double())], 1)
@@ -298,7 +308,7 @@ def test_normal_equations_are_those_of_whole_matrices(n: int, k: int, size: int,
     member = torch.arange(-(-k // size)).unsqueeze(1) == torch.arange(k) // size
     bases = [units, torch.ones_like(units)][: 1 + offsets]
     basis = torch.cat([torch.where(member, u.unsqueeze(1), 0.0) for u in bases], 1)
-    system, wanted = normal_equations(units, hessian, pull, size, offsets=offsets)
+    system, wanted = normal_equations(units.t(), hessian, pull.t(), size, offsets=offsets)
     torch.testing.assert_close(system, basis @ hessian @ basis.mT, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(wanted, (basis @ pull.unsqueeze(-1)).squeeze(-1), rtol=1e-4, atol=1e-4)
 
