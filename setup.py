@@ -8,6 +8,7 @@ PENNYWEIGHT_TARGET (linux-aarch64, darwin-arm64, win32-amd64) builds for another
 scripts/wheels.
 """
 
+import hashlib
 import os
 import platform
 import re
@@ -18,6 +19,7 @@ import sys
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +30,7 @@ from setuptools.errors import BaseError, CompileError, LinkError, PlatformError
 
 SOURCE = Path("pennyweight/kernels/cpu/src")
 LIBRARY = "pennyweight.kernels.cpu._native"
+OBJECTS = Path("build/native")  # kept: a build whose sources, flags and compiler are those of another links its objects
 OFF = ".off"  # suffix of the file that stands in for the library after PENNYWEIGHT_NATIVE=0
 PARTS = ("int_linear", "float_linear", "convolution", "conversions")  # files of SOURCE, the slowest to compile first
 
@@ -191,16 +194,22 @@ class BuildNative(build_ext):
         return [*super().get_outputs(), *(str(mark) for mark in marks if mark.exists())]
 
     def _build(self, ext):
+        OBJECTS.mkdir(parents=True, exist_ok=True)
+        with alone(OBJECTS / "lock"):
+            self._build_alone(ext)
+
+    def _build_alone(self, ext):
         command, system = compiler(), SYSTEMS[SYSTEM]
         todo, began, done = units(MACHINE, WANTED), time.perf_counter(), []
-        temp = Path(self.build_temp)
-        temp.mkdir(parents=True, exist_ok=True)
+        version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
+        Path(self.build_temp).mkdir(parents=True, exist_ok=True)
 
         def compiled(unit):
-            built = self._try(unit, [*command, *system.compile])
+            built, kept = self._try(unit, [*command, *system.compile], version)
             done.append(unit)
             took = time.perf_counter() - began
             name, what = f"{unit.part} {unit.isa}".rstrip(), "cannot compile" if built is None else "compiled"
+            what = "found" if kept else what
             print(f"pennyweight: {what} {len(done)}/{len(todo)}: {name} ({took:.0f} s)", flush=True)
             return built
 
@@ -222,17 +231,24 @@ class BuildNative(build_ext):
             parts.append(self._imports(command))
         _run([*command, *flags, *parts, "-o", str(path)], LinkError)
 
-    def _try(self, unit, command):
-        """The object of a unit; None if the compiler does not support its instruction set. Plain C++ must build."""
-        out = str(Path(self.build_temp) / f"{unit.part}-{unit.isa or 'dispatch'}.o")
+    def _try(self, unit, command, version):
+        """The object of a unit, and whether it was there already; (None, False) if the compiler does not support its
+        instruction set. Plain C++ must build."""
+        out = OBJECTS / f"{unit.part}-{unit.isa or 'dispatch'}.o"
+        key, headers = out.with_suffix(".key"), out.with_suffix(".d")
         more = [*shlex.split(os.environ.get("CXXFLAGS", "")), *EXTRA, *unit.flags]
+        full = [*command, *more, "-MMD", "-c", str(SOURCE / f"{unit.part}.cpp"), "-o", str(out)]
+        if out.exists() and key.exists() and key.read_text() == _key(full, version, headers):
+            return str(out), True
+        key.unlink(missing_ok=True)
         try:
-            _run([*command, *more, "-c", str(SOURCE / f"{unit.part}.cpp"), "-o", out], CompileError)
+            _run(full, CompileError)
         except CompileError:
             if unit.isa in ("", "scalar"):
                 raise
-            return None
-        return out
+            return None, False
+        key.write_text(_key(full, version, headers))
+        return str(out), False
 
     def _imports(self, command):
         """The import library of libiomp5md.dll on Windows, made by the compiler's dlltool."""
@@ -242,6 +258,26 @@ class BuildNative(build_ext):
         out = str(Path(self.build_temp) / "libiomp5md.lib")
         _run([*zig, "dlltool", "-m", "i386:x86-64", "-d", str(SOURCE / "libiomp5md.def"), "-l", out], LinkError)
         return out
+
+
+@contextmanager
+def alone(path):
+    """Waits for another build of this folder; on Windows two at once are the user's business."""
+    with open(path, "w") as file:
+        if os.name == "posix":
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _key(command, version, headers):
+    """Of what an object is made of. headers: the compiler's list of the files that it read, without the system's."""
+    found = hashlib.sha256("\0".join([*command, version]).encode())
+    names = headers.read_text().replace("\\\n", " ").split(": ", 1)[1].split() if headers.exists() else []
+    for name in sorted(names):
+        found.update(Path(name).read_bytes() if Path(name).exists() else b"missing")
+    return found.hexdigest()
 
 
 def _run(command, error):

@@ -29,9 +29,12 @@ use_venv() {
     done
     if [[ -n $missing ]]; then
         if [[ ! -f $built || $(<"$built") != "$sum" ]]; then
-            echo "$(date +%T)  1/2  torch, into .venv" >&2
+            # The compiler needs no package, so it works while packages come; the installation waits for its objects.
+            echo "$(date +%T)  1/2  torch, into .venv; beside it 18 units of C++ (minutes on 2 processors)" >&2
+            _install "setuptools>=77"
+            .venv/bin/python setup.py -q build_ext --build-lib build/lib >&2 &
             _install torch  # first and pinned, so that no later package installs another build of it
-            echo "$(date +%T)  2/2  pennyweight[$missing]: dependencies, then 18 units of C++ (several minutes on 2 processors)" >&2
+            echo "$(date +%T)  2/2  pennyweight[$missing] and its dependencies" >&2
             _install -e ".[$missing]" -e adapters/torchao
             echo "$sum" >"$built"
         else

@@ -84,8 +84,8 @@ def start(
 
 
 def ignored_signals() -> list[int]:
-    """Those that a Python program started now would ignore: what the kernel ignores for this process survives exec
-    (libraries change it, and signal.getsignal says what Python has set), and the interpreter ignores two at its start."""
+    """Those that a Python program started now would ignore. What the kernel ignores for this process survives exec:
+    libraries change it, and signal.getsignal says what Python has set. The interpreter ignores two at its start."""
     line = next(x for x in Path("/proc/self/status").read_text("utf-8").splitlines() if x.startswith("SigIgn:"))
     mask = int(line.split()[1], 16)
     return [int(s) for s in signal.Signals if mask >> (s - 1) & 1 or s in (signal.SIGPIPE, signal.SIGXFSZ)]

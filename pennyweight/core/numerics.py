@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import blocks, codebook, stochastic_rounding
+from .formats import Format, decision_levels
 from .qparams import Params, choose, default_rule
 from .spec import QuantSpec
 
@@ -215,11 +216,29 @@ def offset_terms(
     return down, offset * down - scale * depth, torch.where(scale == 0, torch.inf, scale)
 
 
-class RoundingTerms(NamedTuple):
-    """What rounding float32 numbers to an integer format needs of parameters as stored, in float32:
+class LookupTable(NamedTuple):
+    """A format of few numbers. The code of a number is the count of the levels below it; if sign > 0 of those below its
+    magnitude, and bit ``sign`` of the code is its sign.
 
-    code = clamp(round((x factor - least) / divisor) + zero_point + shift, lo, hi)      without offsets round(x factor)
-    value = (code - mid - zero_point) scale + offset
+    levels  float32, ascending
+    numbers float32, of all codes
+    """
+
+    levels: Tensor
+    numbers: Tensor
+    sign: int
+
+
+class RoundingTerms(NamedTuple):
+    """What rounding float32 numbers to a format needs of parameters as stored, in float32: for integers
+
+        code = clamp(round((x factor - least) / divisor) + zero_point + shift, lo, hi)  without offsets round(x factor)
+        value = (code - mid - zero_point) scale + offset
+
+    and for a format of few numbers, by its table
+
+        code = that of (x - offset) / factor
+        value = number of the code * scale + offset
     """
 
     factor: Tensor
@@ -232,12 +251,19 @@ class RoundingTerms(NamedTuple):
     lo: float
     hi: float
     mid: float
+    table: LookupTable | None = None
 
 
 def rounding_terms(spec: QuantSpec, p: Params) -> RoundingTerms | None:
     """The terms of :func:`encode` and :func:`stored_value`; None for formats that are not rounded with them."""
     f, mid = spec.format, spec.mid
-    if f.kind != "int" or p.scale is None or p.scale.dtype is torch.float64:
+    if p.scale is None or torch.float64 in (p.scale.dtype, None if p.offset is None else p.offset.dtype):
+        return None
+    if f.kind in ("float", "table") and 2 <= len(f.values) <= 64 and not mid and p.zero_point is None:
+        scale, offset = p.scale.float(), None if p.offset is None else p.offset.float()
+        divisor = torch.where(scale == 0, torch.inf, scale)
+        return RoundingTerms(divisor, scale, None, None, None, offset, 0.0, 0.0, 255.0, 0.0, _lookup(f, scale.device))
+    if f.kind != "int":
         return None
     scale, zero_point = p.scale.float(), None if p.zero_point is None else p.zero_point.float()
     if p.offset is None:
@@ -246,6 +272,13 @@ def rounding_terms(spec: QuantSpec, p: Params) -> RoundingTerms | None:
     terms = offset_terms(torch.float32, p.scale, p.offset, mid - f.lo, f.hi - f.lo)
     factor, least, divisor = (term.float() for term in terms)
     return RoundingTerms(factor, scale, zero_point, least, divisor, p.offset.float(), f.lo, f.lo, f.hi, mid)
+
+
+def _lookup(f: Format, device: torch.device) -> LookupTable:
+    signed = f.kind == "float"
+    ascending = f.values[: len(f.values) // 2] if signed else f.values
+    numbers = torch.tensor(f.values, dtype=torch.float32, device=device)
+    return LookupTable(decision_levels(ascending, device, even=signed), numbers, f.bits - 1 if signed else 0)
 
 
 def scaled_values(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:

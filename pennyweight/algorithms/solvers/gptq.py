@@ -189,7 +189,7 @@ def _quantize_block(
     if terms is not None:
         kept = None if keep is None else keep.float()
         lower, threads = upper.t().contiguous(), threads_for(w.numel())
-        gptq_block(w, lower, (kept, *terms[:6]), terms[6:], codes, values, errors, threads)
+        gptq_block(w, lower, (kept, *terms[:6]), terms[6:10], codes, values, errors, threads, table=terms.table)
         return
     nearest, diagonal = grid.rounder(begin, begin + len(w)), upper.diagonal().tolist()
     for j, (wanted, error) in enumerate(zip(w.unbind(), errors.unbind(), strict=True)):

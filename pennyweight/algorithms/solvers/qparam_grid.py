@@ -54,7 +54,7 @@ class QParamGrid(NamedTuple):
         return codes.view(w.shape), stored_value(codes, self.spec, flat).view(w.shape)
 
     def terms(self, start: int, end: int) -> RoundingTerms | None:
-        """The terms of the columns in [start, end), [end - start, N]; None for formats that are not rounded with them."""
+        """``common`` of the columns in [start, end), [end - start, N]."""
         if self.common is None:
             return None
         group = self.group[start:end]
@@ -64,7 +64,7 @@ class QParamGrid(NamedTuple):
         """:meth:`nearest` of one column w [N] after another of those in [start, end): (its number from ``start`` on, w)
         -> (codes as numbers, values) [N]. The same results, with what depends on the parameters alone computed once."""
         t = self.terms(start, end)
-        if t is None:
+        if t is None or t.table is not None:
             return partial(self._nearest_alone, start)
 
         def nearest(j: int, w: Tensor) -> tuple[Tensor, Tensor]:

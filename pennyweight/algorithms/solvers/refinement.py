@@ -60,9 +60,7 @@ class BestCandidate:
         return better
 
 
-def refit_and_descend(
-    best: BestCandidate, w: Tensor, hessian: Tensor, sweeps: int, keep: Tensor | None = None
-) -> None:
+def refit_and_descend(best: BestCandidate, w: Tensor, hessian: Tensor, sweeps: int, keep: Tensor | None = None) -> None:
     """``sweeps`` times: refit the scales to the codes, then coordinate descent on the codes. Never worse.
 
     w       [K, N], the target
@@ -184,8 +182,8 @@ def coordinate_descent(
         moved = torch.zeros(end - begin, n, device=v.device, dtype=torch.float32)
         terms = grid.terms(begin, end) if v.is_cpu and usable() is True else None
         if terms is not None:
-            job = (keep_here, *terms[:6]), terms[6:], codes[here], v[here], moved
-            gptq_block(pull[here], own, *job, threads_for(moved.numel()), descent=True)
+            job = (keep_here, *terms[:6]), terms[6:10], codes[here], v[here], moved
+            gptq_block(pull[here], own, *job, threads_for(moved.numel()), descent=True, table=terms.table)
         else:
             _descend(pull[here].clone(), own, grid.rounder(begin, end), keep_here, codes[here], v[here], moved)
         pull[end:].addmm_(hessian[end:, here], moved, alpha=-1)

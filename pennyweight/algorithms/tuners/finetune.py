@@ -13,7 +13,6 @@ from ...core import blocks
 from ...core.model_arguments import check_arguments
 from ...core.numerics import Parts, dequantize, part_value, to_stored
 from ...core.qparams import Params
-from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...planning.config_resolution import PlanError
 from ...planning.parameters import Place, places

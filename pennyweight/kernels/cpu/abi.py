@@ -15,7 +15,7 @@ def _f(kind: Any, names: str) -> Iterator[tuple[str, Any]]:
         yield name, kind
 
 
-ABI = 13
+ABI = 14
 DONE, NO_MEMORY, INVALID = range(3)  # Status
 NONE, F32, BF16, F16, E8M0, I8, U8, E4M3 = range(8)  # Kind
 FLOAT, SYMMETRIC, ASYMMETRIC, STATIC = range(4)  # Activation
@@ -26,6 +26,7 @@ PLAIN, BITS, TILES = range(3)  # Store
 UNSIGNED, SIGNED, MINIFLOAT, LOOKUP = range(4)  # Meaning
 GIVEN, RULE_SYMMETRIC, NO_CLIP, RULE_ASYMMETRIC, MINMAX = range(5)  # Rule
 GPTQ_COLUMNS = 128
+TABLE_LEVELS = 63
 GGUF_Q4_0, GGUF_Q4_1, GGUF_Q5_0, GGUF_Q5_1, GGUF_Q8_0, GGUF_Q2_K = 2, 3, 6, 7, 8, 10  # GgufType
 GGUF_Q3_K, GGUF_Q4_K, GGUF_Q5_K, GGUF_Q6_K, GGUF_IQ4_NL, GGUF_IQ4_XS = 11, 12, 13, 14, 20, 23  # GgufType
 GGUF_MXFP4 = 39  # GgufType
@@ -136,11 +137,15 @@ class Rounding(Structure):
     _fields_ = (*_f(Affine, "to"), *_f(c_int32, "rule"), *_f(c_float, "lo hi mid floor large part rest"),)
 
 
+class NumberTable(Structure):
+    _fields_ = (*_f(c_void_p, "levels numbers"), *_f(c_int32, "count sign"),)
+
+
 class GptqBlock(Structure):
     _fields_ = (
         *_f(c_int64, "n columns"),
         *_f(c_void_p, "w lower keep factor scale zero_point least divisor offset codes values errors"),
-        *_f(c_float, "shift lo hi mid"), *_f(c_int32, "threads descent"),
+        *_f(c_float, "shift lo hi mid"), *_f(NumberTable, "table"), *_f(c_int32, "threads descent"),
     )
 
 
@@ -148,7 +153,7 @@ class BlockErrors(Structure):
     _fields_ = (
         *_f(c_int64, "blocks size"), *_f(c_void_p, "x weight"), *_f(c_int64, "weights"),
         *_f(c_void_p, "factor scale zero_point least divisor offset errors"), *_f(c_float, "shift lo hi mid"),
-        *_f(c_int32, "threads"),
+        *_f(NumberTable, "table"), *_f(c_int32, "threads"),
     )
 
 

@@ -189,7 +189,8 @@ def squared_errors(x: Tensor, spec: QuantSpec, p: Params, weight: Tensor | None)
         return NotImplemented
     found = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     weight = None if weight is None else weight.float().contiguous()
-    native_convert.squared_errors(x.contiguous(), weight, terms[:6], terms[6:], found, threads_for(x.numel()))
+    threads = threads_for(x.numel())
+    native_convert.squared_errors(x.contiguous(), weight, terms[:6], terms[6:10], found, threads, terms.table)
     return found
 
 

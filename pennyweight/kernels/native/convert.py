@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...core.call_site import in_layer
+from ...core.numerics import LookupTable
 from ...support.errors import ArgumentError
 from ..cpu.abi import (
     GGUF_BLOCKS,
@@ -22,9 +23,11 @@ from ..cpu.abi import (
     GPTQ_COLUMNS,
     MATRIX,
     MATRIX_BY_ROW,
+    TABLE_LEVELS,
     Affine,
     BlockErrors,
     GptqBlock,
+    NumberTable,
 )
 from ..cpu.library import KINDS
 from .arguments import (
@@ -227,27 +230,50 @@ def gguf_quantize(type_: int, x: Tensor, importance: Tensor | None, out: Tensor,
 # -- rounding in solvers -----------------------------------------------------------------------------------------------
 
 
+def _number_table(table: LookupTable | None) -> NumberTable:
+    """Raises ArgumentError unless the numbers are those of all codes."""
+    if table is None:
+        return NumberTable()
+    count, sign, floats = len(table.levels), table.sign, (torch.float32,)
+    if not (1 <= count <= TABLE_LEVELS and 0 <= sign <= 5 and (not sign or count + 1 == 1 << sign)):
+        raise ArgumentError(
+            f"table: got {count} levels with sign bit {sign}; expected 1 to {TABLE_LEVELS}, with a sign bit 2**sign - 1"
+        )
+    levels = address(table.levels, "table: levels", floats, count, exact=True)
+    numbers = address(table.numbers, "table: numbers", floats, (count + 1) << (sign > 0), exact=True)
+    return NumberTable(levels, numbers, count, sign)
+
+
+def _are_terms(zero_point: Tensor | None, offsets: Sequence[Tensor | None], table: LookupTable | None) -> bool:
+    """Whether there are all terms of offsets (least, divisor, offset) or none; with a table nothing but the last."""
+    if len(offsets) != 3:
+        return False
+    given = [p is not None for p in offsets]
+    return zero_point is None and not any(given[:2]) if table is not None else len(set(given)) == 1
+
+
 def gptq_block(
     w: Tensor, lower: Tensor, terms: Sequence[Tensor | None], limits: Sequence[float], codes: Tensor, values: Tensor,
-    errors: Tensor, threads: int, descent: bool = False,
+    errors: Tensor, threads: int, descent: bool = False, table: LookupTable | None = None,
 ) -> None:  # fmt: skip
     """The loop over a block of columns, see src/gptq.h. Writes codes (bytes), values and errors, [columns, n] as w.
 
     lower: [columns, columns], the block of the factor, transposed. terms: keep, factor, scale, zero point, least,
     divisor, offset, float32 [columns, n] or None. limits: shift, lo, hi, mid. descent: coordinate descent from the
     codes and values that are given; w is the pull on them, lower the block of the Hessian, and errors become the
-    changes of the values.
+    changes of the values. table: of a format of few numbers; factor is the divisor then, and of the limits nothing is
+    used.
     """
     columns, n = _sizes(w, "gptq: block")
     keep, factor, scale, zero_point, *offsets = terms
     shift, lo, hi, mid = limits
     if (
-        not 1 <= columns <= GPTQ_COLUMNS or len(offsets) != 3 or len({p is None for p in offsets}) != 1
+        not 1 <= columns <= GPTQ_COLUMNS or not _are_terms(zero_point, offsets, table)
         or not (-128 <= lo < hi <= 255 and hi - lo < 256)
     ):  # fmt: skip
         raise ArgumentError(
             f"gptq: got a block of {columns} columns with codes from {lo} to {hi}; expected 1 to {GPTQ_COLUMNS}, codes "
-            "of 8 bits, and all terms of offsets or none"
+            "of 8 bits, and all terms of offsets or none; with a table nothing but offsets"
         )
     count, floats = n * columns, (torch.float32,)
 
@@ -264,7 +290,7 @@ def gptq_block(
         optional(keep, "keep"), at(factor, "reciprocals"), at(scale, "scale"), optional(zero_point, "zero point"),
         *map(optional, offsets, ("least", "divisor", "offset")),
         address(codes, "gptq: codes", (torch.uint8, torch.int8), count, exact=True),
-        at(values, "values"), at(errors, "errors"), shift, lo, hi, mid, threads, descent,
+        at(values, "values"), at(errors, "errors"), shift, lo, hi, mid, _number_table(table), threads, descent,
     )  # fmt: skip
     if n:
         check_status(native_function("pw_gptq_block")(ctypes.addressof(block)), "gptq")
@@ -272,19 +298,20 @@ def gptq_block(
 
 def squared_errors(
     x: Tensor, weight: Tensor | None, terms: Sequence[Tensor | None], limits: Sequence[float], errors: Tensor,
-    threads: int,
+    threads: int, table: LookupTable | None = None,
 ) -> None:  # fmt: skip
     """The weighted squared error of each block under its parameters, see src/squared_errors.h.
 
     x: float32 [blocks, size]. weight: float32 [rows, size] or None; block i has row i % rows. terms: factor, scale,
     zero point, least, divisor, offset, float32 [blocks] or None. limits: shift, lo, hi, mid. errors: float32 [blocks].
+    table: as in :func:`gptq_block`.
     """
     count, size = _sizes(x, "errors: blocks")
     scaling, zero_point, offsets = terms[:2], terms[2], terms[3:]
-    if len(offsets) != 3 or len({p is None for p in offsets}) != 1 or not limits[1] < limits[2] or not size:
+    if not _are_terms(zero_point, offsets, table) or not limits[1] < limits[2] or not size:
         raise ArgumentError(
             f"errors: got blocks of {size} elements with codes from {limits[1]} to {limits[2]}; expected elements, a "
-            "range of codes, and all terms of offsets or none"
+            "range of codes, and all terms of offsets or none; with a table nothing but offsets"
         )
     floats, rows = (torch.float32,), 0 if weight is None else weight.shape[0]
     if weight is not None and (weight.ndim != 2 or weight.shape[1] != size or not rows):
@@ -303,7 +330,7 @@ def squared_errors(
         None if weight is None else address(weight, "errors: weights", floats, rows * size, exact=True), rows,
         *map(of_blocks, scaling, ("reciprocals", "scale")),
         optional(zero_point, "zero point"), *map(optional, offsets, ("least", "divisor", "offset")),
-        of_blocks(errors, "result"), *limits, threads,
+        of_blocks(errors, "result"), *limits, _number_table(table), threads,
     )  # fmt: skip
     if count:
         check_status(native_function("pw_squared_errors")(ctypes.addressof(job)), "errors")

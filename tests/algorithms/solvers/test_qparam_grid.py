@@ -23,6 +23,10 @@ SPECS = {
     "a scale of all": QuantSpec(F.INT2, None),
     "float": QuantSpec(F.E4M3, (1, 16)),
     "table": QuantSpec(F.NF4, (1, 16)),
+    "table and offsets": QuantSpec(F.IQ4_NL, (1, 16), offset=torch.bfloat16),
+    "few floats": QuantSpec(F.E2M1, (1, 16)),
+    "few floats, quantized scales": QuantSpec(F.E2M1, (1, 16), scale=QuantSpec(F.E8M0, (1,), scale=None)),
+    "64 floats": QuantSpec(F.E3M2, (1, 32), scale=torch.bfloat16),
 }
 
 

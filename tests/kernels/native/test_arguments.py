@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import pennyweight
 from pennyweight.core.formats import INT4, INT8
+from pennyweight.core.numerics import LookupTable
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels.cpu import abi, library
@@ -133,11 +134,27 @@ def calls() -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
             ),
             [x, torch.eye(20), *(torch.ones(20, 64) for _ in range(7)), codes.clone(), x.clone(), x.clone()],
         ),
+        "gptq_block of a table": (
+            lambda w, u, keep, f, s, c, levels, numbers, codes, v, e: native_convert.gptq_block(
+                w, u, (keep, f, s, None, None, None, c), (0, 0, 255, 0), codes, v, e, 1, False,
+                LookupTable(levels, numbers, 3),
+            ),
+            [
+                x, torch.eye(20), *(torch.ones(20, 64) for _ in range(4)), torch.arange(7.0), torch.arange(16.0),
+                codes.clone(), x.clone(), x.clone(),
+            ],
+        ),
         "squared_errors": (
             lambda x, h, f, s, z, a, b, c, e: native_convert.squared_errors(
                 x, h, (f, s, z, a, b, c), (8, 0, 15, 8), e, 1
             ),
             [x, torch.ones(5, 64), *(torch.ones(20) for _ in range(7))],
+        ),
+        "squared_errors of a table": (
+            lambda x, f, s, c, levels, numbers, e: native_convert.squared_errors(
+                x, None, (f, s, None, None, None, c), (0, 0, 255, 0), e, 1, LookupTable(levels, numbers, 3)
+            ),
+            [x, *(torch.ones(20) for _ in range(3)), torch.arange(7.0), torch.arange(16.0), torch.ones(20)],
         ),
         "finite": (lambda x: native_convert.finite(x, 1), [x]),
         "attention": (

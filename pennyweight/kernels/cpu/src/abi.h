@@ -10,7 +10,7 @@
 #define PW_EXPORT __attribute__((visibility("default")))
 #endif
 
-constexpr int ABI = 13;  // incremented with each change of a structure or of an exported function's arguments
+constexpr int ABI = 14;  // incremented with each change of a structure or of an exported function's arguments
 
 // Status codes of exported functions; for pw_dequantize 1 means an index out of range.
 enum Status : int32_t { DONE = 0, NO_MEMORY = 1, INVALID = 2 };  // INVALID: inconsistent arguments, see check.h
@@ -236,6 +236,17 @@ struct Rounding {
 // -- blocks of GGUF files ---------------------------------------------------------------------------------------------
 
 constexpr int GPTQ_COLUMNS = 128;
+constexpr int TABLE_LEVELS = 63;
+
+// Null for integers. Else a format of few numbers, to which (w - offset) / factor is rounded: its code is the count of
+// the levels below it, or below its magnitude if sign is above 0; bit `sign` of the code is the sign then. With a table
+// there is no zero point, least or divisor, and of shift, lo, hi and mid nothing is used.
+struct NumberTable {
+    const float* levels;   // ascending
+    const float* numbers;  // of all codes
+    int32_t count;         // of levels, 1 to TABLE_LEVELS
+    int32_t sign;          // 0, or 2**sign is count + 1
+};
 
 // A block of columns in the loop of GPTQ, see gptq.h. A column is a row here: each array is [columns, n] without gaps.
 struct GptqBlock {
@@ -250,6 +261,7 @@ struct GptqBlock {
     uint8_t* codes;                         // of 8 bits, signed if lo is below 0
     float *values, *errors;
     float shift, lo, hi, mid;  // code: steps + zero point + shift, from lo to hi; its number: code - mid - zero point
+    NumberTable table;
     int32_t threads;
     // Coordinate descent instead: w is the pull on each element, lower the block of the Hessian, codes and values are
     // read and replaced, and errors become the changes of values.
@@ -267,6 +279,7 @@ struct BlockErrors {
     const float *least, *divisor, *offset;  // null without offsets
     float* errors;                          // [blocks]
     float shift, lo, hi, mid;               // as in GptqBlock
+    NumberTable table;
     int32_t threads;
 };
 

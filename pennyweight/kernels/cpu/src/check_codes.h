@@ -159,13 +159,31 @@ inline bool gguf_codes(const char* function, int type, const uint8_t* blocks, in
     return c.fit();
 }
 
+// What a block is rounded with.
+template <class BLOCK> bool terms(Arguments& c, const BLOCK& b) {
+    const NumberTable& t = b.table;
+    const bool table = t.levels;
+    return c.must(table ? !b.least && !b.divisor && !b.zero_point : !b.least == !b.offset && !b.divisor == !b.offset,
+                  "all terms of offsets or none; with a table nothing but an offset") &&
+           c.must(!table || (within(t.count, 1, TABLE_LEVELS) && within(t.sign, 0, 5) &&
+                             (!t.sign || t.count + 1 == 1 << t.sign)),
+                  "1 to 63 levels; with a sign bit one less than a power of two");
+}
+
+inline void number_table(Arguments& c, const NumberTable& t) {
+    if (!t.levels) return;
+    c.memory("levels", t.levels, t.count, 4);
+    c.memory("numbers", t.numbers, t.sign ? (int64_t)2 << t.sign : t.count + 1, 4);
+}
+
 inline bool gptq_block(const char* function, const GptqBlock* block) {
     Arguments c(function);
     c.memory("block", block, 1, sizeof *block);
     if (!c.fit()) return false;
     const GptqBlock& b = *block;
+    const bool table = b.table.levels;
     if (!c.must(size(b.n) && within(b.columns, 1, GPTQ_COLUMNS), "n from 0 to 2**40 and 1 to 128 columns") ||
-        !c.must(!b.least == !b.offset && !b.divisor == !b.offset, "all terms of offsets or none") ||
+        !terms(c, b) ||
         !c.must(b.lo >= -128 && b.hi <= 255 && b.lo < b.hi && b.hi - b.lo < 256, "lo below hi, within 8 bits") ||
         !c.must(within(b.descent, 0, 1), "descent 0 or 1") || !threads(c, b.threads))
         return false;
@@ -177,10 +195,11 @@ inline bool gptq_block(const char* function, const GptqBlock* block) {
     if (b.keep) c.memory("keep", b.keep, count, 4);
     if (b.zero_point) c.memory("zero_point", b.zero_point, count, 4);
     if (b.offset) {
-        c.memory("least", b.least, count, 4);
-        c.memory("divisor", b.divisor, count, 4);
+        if (!table) c.memory("least", b.least, count, 4);
+        if (!table) c.memory("divisor", b.divisor, count, 4);
         c.memory("offset", b.offset, count, 4);
     }
+    number_table(c, b.table);
     c.memory("codes", b.codes, count);
     c.memory("values", b.values, count, 4);
     c.memory("errors", b.errors, count, 4);
@@ -193,8 +212,7 @@ inline bool squared_errors(const char* function, const BlockErrors* errors) {
     if (!c.fit()) return false;
     const BlockErrors& b = *errors;
     if (!c.must(size(b.blocks) && within(b.size, 1, (int64_t)1 << 40), "blocks from 0, a size from 1, to 2**40") ||
-        !c.must(!b.weight || within(b.weights, 1, (int64_t)1 << 40), "rows of weights") ||
-        !c.must(!b.least == !b.offset && !b.divisor == !b.offset, "all terms of offsets or none") ||
+        !c.must(!b.weight || within(b.weights, 1, (int64_t)1 << 40), "rows of weights") || !terms(c, b) ||
         !c.must(b.lo < b.hi, "lo below hi") || !threads(c, b.threads))
         return false;
     c.memory("x", b.x, times({b.blocks, b.size}), 4);
@@ -203,10 +221,11 @@ inline bool squared_errors(const char* function, const BlockErrors* errors) {
     c.memory("scale", b.scale, b.blocks, 4);
     if (b.zero_point) c.memory("zero_point", b.zero_point, b.blocks, 4);
     if (b.offset) {
-        c.memory("least", b.least, b.blocks, 4);
-        c.memory("divisor", b.divisor, b.blocks, 4);
+        if (!b.table.levels) c.memory("least", b.least, b.blocks, 4);
+        if (!b.table.levels) c.memory("divisor", b.divisor, b.blocks, 4);
         c.memory("offset", b.offset, b.blocks, 4);
     }
+    number_table(c, b.table);
     c.memory("result", b.errors, b.blocks, 4);
     return c.fit();
 }

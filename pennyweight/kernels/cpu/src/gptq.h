@@ -27,8 +27,18 @@ inline void store_first(float* p, F a, int64_t count) {
     if (count > 0) memcpy(p, some, (size_t)count * 4);
 }
 
+// The code that a number is rounded to.
+inline I code_of(const NumberTable& t, F number) {
+    const F wanted = t.sign ? bitcast(iand(bits(number), iset(0x7fffffff))) : number;
+    F above = fset(0);
+    for (int i = 0; i < t.count; ++i) above = fadd(above, fabove(wanted, fset(t.levels[i]), fset(1), fset(0)));
+    const I code = iround(above);
+    return t.sign ? ior(code, ishl(ishr<31>(bits(number)), t.sign)) : code;
+}
+
 // `lanes` rows of the weight, from `first` on.
-template <bool ZERO, bool OFFSET, bool DESCENT> void gptq_rows(const GptqBlock& b, int64_t first, int64_t lanes) {
+template <bool TABLE, bool ZERO, bool OFFSET, bool DESCENT>
+void gptq_rows(const GptqBlock& b, int64_t first, int64_t lanes) {
     alignas(64) float errors[GPTQ_COLUMNS * GPTQ_LANES];
     const F shift = fset(b.shift), lo = fset(b.lo), hi = fset(b.hi), mid = fset(b.mid);
     for (int64_t i = 0; i < b.columns; ++i) {
@@ -55,13 +65,22 @@ template <bool ZERO, bool OFFSET, bool DESCENT> void gptq_rows(const GptqBlock& 
             const auto part = [&](const float* p) { return load_first(p + at, count); };
             const F current = DESCENT ? part(b.values) : fset(0);
             if constexpr (DESCENT) wanted[v] = fadd(current, fdiv(wanted[v], diagonal));
-            F code = fmul(b.keep ? fmul(wanted[v], part(b.keep)) : wanted[v], part(b.factor));
-            if constexpr (OFFSET) code = fdiv(fsub(code, part(b.least)), part(b.divisor));
-            code = frint(code);
-            if constexpr (ZERO) code = fadd(code, part(b.zero_point));
-            code = fclip(fadd(code, shift), lo, hi);
-            F value = fsub(code, mid);
-            if constexpr (ZERO) value = fsub(value, part(b.zero_point));
+            const F kept = b.keep ? fmul(wanted[v], part(b.keep)) : wanted[v];
+            I code;
+            F value;
+            if constexpr (TABLE) {
+                code = code_of(b.table, fdiv(OFFSET ? fsub(kept, part(b.offset)) : kept, part(b.factor)));
+                value = pick(b.table.numbers, code);
+            } else {
+                F step = fmul(kept, part(b.factor));
+                if constexpr (OFFSET) step = fdiv(fsub(step, part(b.least)), part(b.divisor));
+                step = frint(step);
+                if constexpr (ZERO) step = fadd(step, part(b.zero_point));
+                step = fclip(fadd(step, shift), lo, hi);
+                code = iround(step);
+                value = fsub(step, mid);
+                if constexpr (ZERO) value = fsub(value, part(b.zero_point));
+            }
             value = fmul(value, part(b.scale));
             if constexpr (OFFSET) value = fadd(value, part(b.offset));
             const F error = DESCENT ? fsub(value, current) : fdiv(fsub(wanted[v], value), diagonal);
@@ -69,7 +88,7 @@ template <bool ZERO, bool OFFSET, bool DESCENT> void gptq_rows(const GptqBlock& 
             store_first(b.values + at, value, count);
             store_first(b.errors + at, error, count);
             int8_t codes[16];
-            istore8(codes, iround(code));
+            istore8(codes, code);
             memcpy(b.codes + at, codes, (size_t)std::min<int64_t>(count, 16));
         }
         for (int v = (int)((lanes + 15) / 16); v < GPTQ_VECTORS; ++v)  // lanes beyond the weight
@@ -78,8 +97,10 @@ template <bool ZERO, bool OFFSET, bool DESCENT> void gptq_rows(const GptqBlock& 
 }
 
 template <bool DESCENT> auto gptq_of(const GptqBlock& b) {
-    return b.offset ? (b.zero_point ? gptq_rows<true, true, DESCENT> : gptq_rows<false, true, DESCENT>)
-                    : (b.zero_point ? gptq_rows<true, false, DESCENT> : gptq_rows<false, false, DESCENT>);
+    if (b.table.levels)
+        return b.offset ? gptq_rows<true, false, true, DESCENT> : gptq_rows<true, false, false, DESCENT>;
+    return b.offset ? (b.zero_point ? gptq_rows<false, true, true, DESCENT> : gptq_rows<false, false, true, DESCENT>)
+                    : (b.zero_point ? gptq_rows<false, true, false, DESCENT> : gptq_rows<false, false, false, DESCENT>);
 }
 
 void gptq_block(const GptqBlock* block) {

@@ -19,26 +19,31 @@ inline float sum_by_halves(F a) {
 }
 
 // Blocks from `begin` on, before `end`.
-template <bool ZERO, bool OFFSET> void block_errors(const BlockErrors& b, int64_t begin, int64_t end) {
+template <bool TABLE, bool ZERO, bool OFFSET> void block_errors(const BlockErrors& b, int64_t begin, int64_t end) {
     const F shift = fset(b.shift), lo = fset(b.lo), hi = fset(b.hi), mid = fset(b.mid);
     for (int64_t i = begin; i < end; ++i) {
         const float* x = b.x + i * b.size;
         const float* weight = b.weight ? b.weight + i % b.weights * b.size : nullptr;
         const F factor = fset(b.factor[i]), scale = fset(b.scale[i]);
-        const F zero = fset(ZERO ? b.zero_point[i] : 0), least = fset(OFFSET ? b.least[i] : 0);
-        const F divisor = fset(OFFSET ? b.divisor[i] : 1), offset = fset(OFFSET ? b.offset[i] : 0);
+        const F zero = fset(ZERO ? b.zero_point[i] : 0), least = fset(OFFSET && !TABLE ? b.least[i] : 0);
+        const F divisor = fset(OFFSET && !TABLE ? b.divisor[i] : 1), offset = fset(OFFSET ? b.offset[i] : 0);
         F sums[40];  // sums[l]: of 2**l vectors, where bit l of the count of vectors is set
         int64_t count = 0;
         for (int64_t j = 0; j < b.size; j += 16, ++count) {
             const int64_t left = b.size - j;
             const F there = load_first(x + j, left);
-            F code = fmul(there, factor);
-            if constexpr (OFFSET) code = fdiv(fsub(code, least), divisor);
-            code = frint(code);
-            if constexpr (ZERO) code = fadd(code, zero);
-            code = fclip(fadd(code, shift), lo, hi);
-            F value = fsub(code, mid);
-            if constexpr (ZERO) value = fsub(value, zero);
+            F value;
+            if constexpr (TABLE) {
+                value = pick(b.table.numbers, code_of(b.table, fdiv(OFFSET ? fsub(there, offset) : there, factor)));
+            } else {
+                F code = fmul(there, factor);
+                if constexpr (OFFSET) code = fdiv(fsub(code, least), divisor);
+                code = frint(code);
+                if constexpr (ZERO) code = fadd(code, zero);
+                code = fclip(fadd(code, shift), lo, hi);
+                value = fsub(code, mid);
+                if constexpr (ZERO) value = fsub(value, zero);
+            }
             value = fmul(value, scale);
             if constexpr (OFFSET) value = fadd(value, offset);
             F error = fsub(value, there);
@@ -67,8 +72,9 @@ template <bool ZERO, bool OFFSET> void block_errors(const BlockErrors& b, int64_
 
 void squared_errors(const BlockErrors* errors) {
     const BlockErrors& b = *errors;
-    const auto run = b.offset ? (b.zero_point ? block_errors<true, true> : block_errors<false, true>)
-                              : (b.zero_point ? block_errors<true, false> : block_errors<false, false>);
+    const auto run = b.table.levels ? (b.offset ? block_errors<true, false, true> : block_errors<true, false, false>)
+                     : b.offset ? (b.zero_point ? block_errors<false, true, true> : block_errors<false, false, true>)
+                                : (b.zero_point ? block_errors<false, true, false> : block_errors<false, false, false>);
     const int64_t step = std::max<int64_t>(1, (1 << 14) / b.size);
     const int64_t parts = (b.blocks + step - 1) / step;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(b.threads) if (b.threads > 1)

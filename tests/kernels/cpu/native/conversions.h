@@ -381,14 +381,19 @@ void gguf_stream() {
 void gptq() {
     const int64_t n = rows_of(), columns = chance(4) ? one_of<int64_t>({1, 64, 127, 128}) : 1 + below(40);
     const int64_t count = n * columns;
-    const bool is_signed = chance(2), zeros = chance(2), offsets = chance(3), some = chance(3);
+    const bool table = chance(2), is_signed = chance(2), zeros = chance(2) && !table, offsets = chance(3),
+               some = chance(3);
+    const int sign = table && is_signed ? 1 + (int)below(5) : 0;
+    const int64_t levels = !table ? 0 : sign ? (1 << sign) - 1 : 1 + below(TABLE_LEVELS);
     Bytes factor = numbers(F32, columns * columns, 0.1f);
     for (int64_t i = 0; i < columns; ++i) memcpy(&factor[(size_t)(i * columns + i) * 4], "\0\0\x80\x3f", 4);  // 1
     Bytes kept((size_t)(some ? count * 4 : 0));
     for (size_t i = 0; i < kept.size(); i += 4) memcpy(&kept[i], chance(2) ? "\0\0\x80\x3f" : "\0\0\0\0", 4);
     const auto of = [&](bool there, float size) { return numbers(F32, there ? count : 0, size, true); };
     const Room w(numbers(F32, count)), lower(factor), keep(kept), times(of(true, 4)), scale(of(true, 0.2f));
-    const Room zero(of(zeros, 3)), least(of(offsets, 1)), divisor(of(offsets, 1)), offset(of(offsets, 1));
+    const Room zero(of(zeros, 3)), least(of(offsets && !table, 1)), divisor(of(offsets && !table, 1));
+    const Room offset(of(offsets, 1)), level(numbers(F32, levels, 1, true));
+    const Room number(numbers(F32, sign ? 2 * levels + 2 : table ? levels + 1 : 0));
     const Room codes((size_t)count), values((size_t)count * 4), errors((size_t)count * 4);
     const auto at = [](const Room& room) { return (float*)room.pointer(); };
     const GptqBlock block = {n,
@@ -409,6 +414,7 @@ void gptq() {
                              is_signed ? -8.0f : 0.0f,
                              is_signed ? 7.0f : 15.0f,
                              is_signed ? 0.0f : 8.0f,
+                             {at(level), at(number), (int32_t)levels, sign},
                              1,
                              chance(3)};
     const auto with = [&](auto change) {
@@ -426,7 +432,10 @@ void gptq() {
                                 {"n", with([](G& b) { b.n = -1; })},
                                 {"no columns", with([](G& b) { b.columns = 0; })},
                                 {"columns", with([](G& b) { b.columns = GPTQ_COLUMNS + 1; })},
-                                {"offsets", with([](G& b) { b.offset = b.offset ? nullptr : b.w; })},
+                                {"offsets", with([](G& b) { b.least = b.least ? nullptr : b.w; })},
+                                {"levels", with([](G& b) { b.table = {b.w, b.w, TABLE_LEVELS + 1, 0}; })},
+                                {"sign", with([](G& b) { b.table = {b.w, b.w, 4, 2}; })},
+                                {"no numbers", with([](G& b) { b.table = {b.w, nullptr, 1, 0}; })},
                                 {"an empty range", with([](G& b) { b.hi = b.lo; })},
                                 {"a long range", with([](G& b) { b.lo = -128, b.hi = 200; })},
                                 {"threads", with([](G& b) { b.threads = 0; })},
@@ -444,11 +453,17 @@ void gptq() {
 void errors_of_blocks() {
     const int64_t blocks = rows_of(), size = chance(4) ? one_of<int64_t>({1, 15, 16, 128, 1000}) : 1 + below(70);
     const int64_t weights = chance(2) ? 1 + below(6) : blocks + 1;
-    const bool is_signed = chance(2), zeros = chance(2), offsets = chance(3), weighted = chance(2);
+    const bool table = chance(2), is_signed = chance(2), zeros = chance(2) && !table, offsets = chance(3);
+    const bool weighted = chance(2);
+    const int sign = table && is_signed ? 1 + (int)below(5) : 0;
+    const int64_t levels = !table ? 0 : sign ? (1 << sign) - 1 : 1 + below(TABLE_LEVELS);
+    const Room level(numbers(F32, levels, 1, true));
+    const Room number(numbers(F32, sign ? 2 * levels + 2 : table ? levels + 1 : 0));
     const auto of = [&](bool there, float large) { return numbers(F32, there ? blocks : 0, large, true); };
     const Room x(numbers(F32, blocks * size)), weight(numbers(F32, weighted ? weights * size : 0, 1, true));
     const Room factor(of(true, 4)), scale(of(true, 0.2f)), zero(of(zeros, 3));
-    const Room least(of(offsets, 1)), divisor(of(offsets, 1)), offset(of(offsets, 1)), out((size_t)blocks * 4);
+    const Room least(of(offsets && !table, 1)), divisor(of(offsets && !table, 1)), offset(of(offsets, 1));
+    const Room out((size_t)blocks * 4);
     const auto at = [](const Room& room) { return (float*)room.pointer(); };
     const BlockErrors job = {blocks,
                              size,
@@ -466,6 +481,7 @@ void errors_of_blocks() {
                              is_signed ? -8.0f : 0.0f,
                              is_signed ? 7.0f : 15.0f,
                              is_signed ? 0.0f : 8.0f,
+                             {at(level), at(number), (int32_t)levels, sign},
                              1};
     const auto with = [&](auto change) {
         return [&, change] {
@@ -482,7 +498,10 @@ void errors_of_blocks() {
                                     {"blocks", with([](E& b) { b.blocks = -1; })},
                                     {"no elements", with([](E& b) { b.size = 0; })},
                                     {"rows of weights", with([](E& b) { b.weight = b.x, b.weights = 0; })},
-                                    {"offsets", with([](E& b) { b.offset = b.offset ? nullptr : b.x; })},
+                                    {"offsets", with([](E& b) { b.least = b.least ? nullptr : b.x; })},
+                                    {"levels", with([](E& b) { b.table = {b.x, b.x, TABLE_LEVELS + 1, 0}; })},
+                                    {"sign", with([](E& b) { b.table = {b.x, b.x, 4, 2}; })},
+                                    {"no numbers", with([](E& b) { b.table = {b.x, nullptr, 1, 0}; })},
                                     {"an empty range", with([](E& b) { b.hi = b.lo; })},
                                     {"threads", with([](E& b) { b.threads = 0; })},
                                     {"no x", with([](E& b) { b.x = nullptr; })},
