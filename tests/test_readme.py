@@ -148,7 +148,7 @@ def test_the_trained_language_model_is_that_of_the_measured_page() -> None:
     said = README.partition("SmolLM2-135M-Instruct (float")[2].partition("**Speed**")[0]
     for value, bits, name in (
         ("3.96", "8.05", "pennyweight int8"), ("145", "4.32", "pennyweight int4 g64 zero point gptq"),
-        ("113", "4.32", "pennyweight int4 g64 zero point auto"),
+        ("109", "4.32", "pennyweight int4 g64 zero point auto"),
         ("428", "3.30", "pennyweight int3 g64 zero point auto"),
         ("1660", "2.29", "pennyweight int2 g64 zero point auto"),
         ("160", "4.31", "llm-compressor GPTQ W4A16 g64 asymmetric"), ("349", "4.32", "pennyweight int4 g64 zero point"),
