@@ -88,3 +88,18 @@ def test_a_compiler_of_the_wrong_kind_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(setup, "SYSTEM", "plan9")
     with pytest.raises(setup.PlatformError, match="not supported on plan9-x86_64"):
         setup.compiler()
+
+
+def test_an_object_is_compiled_again_when_what_it_is_made_of_changes(tmp_path: Path) -> None:
+    source, header, listed = (tmp_path / name for name in ("a.cpp", "a.h", "a.d"))
+    source.write_text("source")
+    header.write_text("header")
+    listed.write_text(f"a.o: {source} \\\n {header}\n")
+    key = setup._key(["g++", "-O2"], "12.2", listed)
+    assert key == setup._key(["g++", "-O2"], "12.2", listed)
+    others = [setup._key(["g++", "-O3"], "12.2", listed), setup._key(["g++", "-O2"], "13.1", listed)]
+    header.write_text("another")
+    others.append(setup._key(["g++", "-O2"], "12.2", listed))
+    header.unlink()
+    others.append(setup._key(["g++", "-O2"], "12.2", listed))
+    assert len({key, *others}) == 5

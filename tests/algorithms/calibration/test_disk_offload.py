@@ -2,6 +2,7 @@
 
 import errno
 import os
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 import pennyweight as pw
 from pennyweight.algorithms.calibration import disk_offload
 from pennyweight.algorithms.calibration.disk_offload import copy_of, empty, offload_to, offload_weights_, offloaded
+from tests import forked
 
 
 def is_mapped(t: torch.Tensor) -> bool:
@@ -79,3 +81,25 @@ def test_a_file_system_that_cannot_reserve_gets_zeros(tmp_path: Path, monkeypatc
         out = empty((1000, 700), torch.float32, torch.device("cpu"))
     assert out.shape == (1000, 700)
     assert not out.any()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries return it themselves")
+def test_freed_memory_goes_back_to_the_system() -> None:
+    code = """
+import re, torch
+from pennyweight.algorithms.calibration.disk_offload import trim_heap
+def own():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) >> 10
+torch.ones(8 << 20, dtype=torch.uint8)  # from now on glibc keeps arrays of this size
+start, arrays, small = own(), [], []
+for _ in range(100):
+    arrays.append(torch.ones(1 << 20, dtype=torch.uint8))
+    small.append(torch.ones(1 << 16, dtype=torch.uint8))
+arrays.clear()
+before = own()
+trim_heap()
+print(before - start, own() - start)
+"""
+    kept, left = map(int, forked.run(["-c", code], check=True).stdout.split())
+    assert kept > left + 50  # MB
+    assert left < 20
