@@ -30,7 +30,7 @@ from setuptools.errors import BaseError, CompileError, LinkError, PlatformError
 
 SOURCE = Path("pennyweight/kernels/cpu/src")
 LIBRARY = "pennyweight.kernels.cpu._native"
-OBJECTS = Path("build/native")  # kept: a build whose sources, flags and compiler are those of another links its objects
+OBJECTS = Path("build/native")  # reused by later builds with the same sources, flags and compiler
 OFF = ".off"  # suffix of the file that stands in for the library after PENNYWEIGHT_NATIVE=0
 PARTS = ("int_linear", "float_linear", "convolution", "conversions")  # files of SOURCE, the slowest to compile first
 
@@ -241,13 +241,16 @@ class BuildNative(build_ext):
         if out.exists() and key.exists() and key.read_text() == _key(full, version, headers):
             return str(out), True
         key.unlink(missing_ok=True)
+        began = time.time()
         try:
             _run(full, CompileError)
         except CompileError:
             if unit.isa in ("", "scalar"):
                 raise
             return None, False
-        key.write_text(_key(full, version, headers))
+        made_of = _key(full, version, headers, before=began)
+        if made_of is not None:
+            key.write_text(made_of)
         return str(out), False
 
     def _imports(self, command):
@@ -262,7 +265,7 @@ class BuildNative(build_ext):
 
 @contextmanager
 def alone(path):
-    """Waits for another build of this folder; on Windows two at once are the user's business."""
+    """Waits for another build of this folder. Not on Windows, where nothing starts two."""
     with open(path, "w") as file:
         if os.name == "posix":
             import fcntl
@@ -271,12 +274,20 @@ def alone(path):
         yield
 
 
-def _key(command, version, headers):
-    """Of what an object is made of. headers: the compiler's list of the files that it read, without the system's."""
+def _key(command, version, headers, before=None):
+    """A hash of the command, the compiler's version and the files that it read. None if the list of these files or one
+    of them is missing, or if one has changed after the time ``before``.
+
+    headers     the compiler's list of the files, without those of the system
+    """
+    if not headers.exists():
+        return None
     found = hashlib.sha256("\0".join([*command, version]).encode())
-    names = headers.read_text().replace("\\\n", " ").split(": ", 1)[1].split() if headers.exists() else []
-    for name in sorted(names):
-        found.update(Path(name).read_bytes() if Path(name).exists() else b"missing")
+    for name in sorted(headers.read_text().replace("\\\n", " ").split(": ", 1)[1].split()):
+        path = Path(name)
+        if not path.exists() or (before is not None and path.stat().st_mtime >= before):
+            return None
+        found.update(path.read_bytes())
     return found.hexdigest()
 
 

@@ -29,13 +29,17 @@ use_venv() {
     done
     if [[ -n $missing ]]; then
         if [[ ! -f $built || $(<"$built") != "$sum" ]]; then
-            # The compiler needs no package, so it works while packages come; the installation waits for its objects.
-            echo "$(date +%T)  1/2  torch, into .venv; beside it 18 units of C++ (minutes on 2 processors)" >&2
+            echo "$(date +%T)  1/2  torch, into .venv, and 18 units of C++ at the same time (minutes on 2 processors)" >&2
             _install "setuptools>=77"
+            # The compiler needs no other package. pip's build of the package waits for it, and takes its objects.
             .venv/bin/python setup.py -q build_ext --build-lib build/lib >&2 &
+            local compiler=$!
+            trap "kill $compiler 2>/dev/null" EXIT  # after an error or Ctrl-C, which a background process does not get
             _install torch  # first and pinned, so that no later package installs another build of it
             echo "$(date +%T)  2/2  pennyweight[$missing] and its dependencies" >&2
             _install -e ".[$missing]" -e adapters/torchao
+            wait "$compiler" || true  # its errors are those of pip's build
+            trap - EXIT
             echo "$sum" >"$built"
         else
             echo "$(date +%T)  dependencies of pennyweight[$missing]" >&2

@@ -19,6 +19,7 @@ from ..planning.plan import PlanRow
 from ..planning.scheme import Scheme
 from .base import ALGORITHMS, Solution, Solver, Task, as_matrix, flat_spec, one_of_stack, unflatten
 from .calibration.collect_statistics import BlockStatistics, CollectedStatistics
+from .calibration.disk_offload import trim_heap
 from .calibration.loop import CalibrationLoop, SharedWork
 from .solvers.block_search import CHUNK
 from .solvers.kmeans import learner
@@ -146,6 +147,8 @@ def _solution(solver: Solver, task: Task) -> tuple[Solution, float, float]:
         why = "the solution is not finite"
     except torch.linalg.LinAlgError as error:
         why = str(error).splitlines()[0]
+    finally:
+        trim_heap()  # else a run with weights in files grows beyond its limit
     solution = Nearest().solve(task)._replace(note=f"rounded to nearest: {why}")
     return solution, *_signal_and_noise(solution.parts, task)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..algorithms.calibration.disk_offload import offload_to, offload_weights_, trim_heap
+from ..algorithms.calibration.disk_offload import offload_to, offload_weights_
 from ..algorithms.calibration.estimate_cost import room_beside
 from ..algorithms.calibration.journal import KEY, PREFIX, Journal, SharedJournal
 from ..algorithms.calibration.loop import SharedWork, parse_bytes
@@ -172,7 +172,6 @@ class FilesPipeline(Pipeline):
     def place(self, row: PlanRow, out: Row, solved: Solved) -> None:
         """A weight of an interrupted run comes as the file has it, and is packed as a new one is."""
         super().place(row, out, solved._replace(weight=solved.weight.to_layout(row.layout)))
-        trim_heap()  # within max_memory from the first weight to the last
 
     def retire(self, rows: Sequence[PlanRow], journal: Journal | None) -> None:
         """Put the mapped weights in place of those in memory. A module that still runs, as all do for the statistics of

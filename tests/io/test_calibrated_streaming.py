@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import pennyweight as pw
+from pennyweight.algorithms import solve
 from pennyweight.algorithms.calibration import disk_offload
 from pennyweight.algorithms.solvers.gptq import GPTAQ, GPTQ
 from pennyweight.io import calibrated_streaming
@@ -253,6 +254,25 @@ def test_another_run_of_the_folder_is_refused(folders: dict[str, Path], tmp_path
     with pytest.raises(PlanError, match="is of another run: recipe differ"):
         pw.quantize_checkpoint(folders["llama"], tmp_path, CONFIG, calibration=batches(), algorithm="gptaq")
     pw.quantize_checkpoint(folders["llama"], tmp_path, CONFIG, calibration=batches(), algorithm="gptaq", resume=False)
+
+
+def test_memory_goes_back_after_each_weight(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a search too; only while weights are in files."""
+    calls: list[bool] = []
+    monkeypatch.setattr(solve, "trim_heap", lambda: calls.append(disk_offload._FOLDER.get() is not None))
+    report = pw.quantize_checkpoint(folders["llama"], tmp_path, CONFIG, calibration=batches(), algorithm="gptq")
+    assert len(calls) >= len(report.quantized)
+    model = pw.load(folders["llama"], fresh_model(str(folders["llama"])))
+    done = len(calls)
+    pw.search(model, batches(), "5 bpw", max_memory="1 GB")
+    assert len(calls) > done
+    assert all(calls)
+    pw.quantize_(
+        pw.load(folders["llama"], fresh_model(str(folders["llama"]))), CONFIG, calibration=batches(), algorithm="gptq"
+    )
+    assert not any(calls[-len(report.quantized) :])
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")

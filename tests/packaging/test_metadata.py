@@ -100,6 +100,10 @@ def test_an_object_is_compiled_again_when_what_it_is_made_of_changes(tmp_path: P
     others = [setup._key(["g++", "-O3"], "12.2", listed), setup._key(["g++", "-O2"], "13.1", listed)]
     header.write_text("another")
     others.append(setup._key(["g++", "-O2"], "12.2", listed))
+    assert len({key, *others}) == 4
+    changed = header.stat().st_mtime
+    assert setup._key(["g++", "-O2"], "12.2", listed, before=changed + 1) == others[-1]
+    assert setup._key(["g++", "-O2"], "12.2", listed, before=changed - 1) is None  # while the compiler ran
     header.unlink()
-    others.append(setup._key(["g++", "-O2"], "12.2", listed))
-    assert len({key, *others}) == 5
+    assert setup._key(["g++", "-O2"], "12.2", listed) is None
+    assert setup._key(["g++", "-O2"], "12.2", tmp_path / "none.d") is None

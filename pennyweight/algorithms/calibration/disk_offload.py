@@ -70,11 +70,13 @@ def offload_weights_(model: nn.Module) -> None:
 
 
 def trim_heap() -> None:
-    """Return freed memory to the system. glibc keeps arrays of up to 32 MB for later, and a process in which large and
-    small ones come and go grows by the gaps between them; other C libraries return such arrays themselves."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(ctypes.c_size_t(0))
+    """Within :func:`offload_to`, return freed memory to the system. glibc keeps arrays of up to 32 MB for later, and a
+    process that allocates large and small ones in turn grows by the gaps between them; other C libraries return such
+    arrays themselves."""
+    if _FOLDER.get() is not None and sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+        if trim is not None:
+            trim(ctypes.c_size_t(0))
 
 
 def _mapped(folder: Path, count: int) -> Tensor:

@@ -63,8 +63,8 @@ class QParamGrid(NamedTuple):
     def rounder(self, start: int, end: int) -> Rounder:
         """:meth:`nearest` of one column w [N] after another of those in [start, end): (its number from ``start`` on, w)
         -> (codes as numbers, values) [N]. The same results, with what depends on the parameters alone computed once."""
-        t = self.terms(start, end)
-        if t is None or t.table is not None:
+        t = None if self.common is None or self.common.table is not None else self.terms(start, end)
+        if t is None:
             return partial(self._nearest_alone, start)
 
         def nearest(j: int, w: Tensor) -> tuple[Tensor, Tensor]:

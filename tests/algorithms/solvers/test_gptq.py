@@ -22,7 +22,14 @@ from pennyweight.algorithms.solvers.gptq import (
     undamped_error,
 )
 from pennyweight.algorithms.solvers.qparam_grid import QParamGrid, grid_candidates, make_grid
-from pennyweight.algorithms.solvers.refinement import coordinate_descent, normal_equations, output_errors, refit
+from pennyweight.algorithms.solvers.refinement import (
+    BestCandidate,
+    coordinate_descent,
+    normal_equations,
+    output_errors,
+    refit,
+    refit_and_descend,
+)
 from pennyweight.algorithms.solvers.rtn import Nearest, output_error, total_error
 from pennyweight.core.formats import E4M3, INT4, INT8, UINT4
 from pennyweight.core.numerics import dequantize
@@ -204,12 +211,15 @@ def test_descent_ends_where_no_single_code_is_better(spec: QuantSpec) -> None:
 
 
 @pytest.mark.parametrize("spec", [SPECS["symmetric"], SPECS["zero point"], SPECS["offset"]], ids=SPECS)
-def test_refitted_scales_are_least_squares_for_those_codes(spec: QuantSpec) -> None:
+def test_refitted_scales_are_least_squares_for_those_codes(spec: QuantSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     task, h, g = setting(spec)
     f = inverse_cholesky(h, 0.01, True)
     assert f is not None
     codes, values, _ = by_loop(task.weight.t(), g, f)
     again = refit(codes, g, h, h @ task.weight.t(), task.weight.shape)
+    monkeypatch.setattr(refinement, "_CHUNK", 4 * K)
+    pieces = refit(codes, g, h, h @ task.weight.t(), task.weight.shape)  # 4 rows, then 2; with offsets one by one
+    torch.testing.assert_close(pieces.chosen.scale, again.chosen.scale, rtol=1e-3, atol=1e-5)
     assert error(task, again.values(codes), h) < 0.99 * error(task, values, h)
     root = torch.linalg.cholesky(h.double() + 1e-9 * torch.eye(K)).t()  # |root d|^2 = d H d^T
     for row in range(2):
@@ -222,6 +232,34 @@ def test_refitted_scales_are_least_squares_for_those_codes(spec: QuantSpec) -> N
         solved = torch.linalg.lstsq(root @ basis, (root @ task.weight[row].double())[:, None]).solution.flatten()
         if (solved[:5] > 0).all():
             torch.testing.assert_close(again.chosen.scale[row].double(), solved[:5], rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("pruned", [False, True])
+def test_the_error_that_refinement_carries_along_is_that_of_its_values(scale: torch.dtype, pruned: bool) -> None:
+    """After six sweeps some rows' refitted scales are no better once they are stored, and these rows keep theirs."""
+    torch.manual_seed(0)
+    k, n = 200, 33  # two blocks of columns
+    h = inputs(k)
+    h, w = h.t() @ h / len(h), torch.randn(k, n)
+    keep = torch.rand(k, n) < 0.7 if pruned else None
+    w = w if keep is None else w * keep
+    spec = QuantSpec(UINT4, (40,), scale, zero_point=True)
+    grid = make_grid(choose(w.t(), spec, "asymmetric", None), spec, torch.Size((n, k)))
+    codes, values = grid.nearest(w, 0)
+    best = BestCandidate(grid, codes, values, output_errors(values - w, h), torch.Size((n, k)))
+    before, offered = best.error.clone(), []
+    offer = best.offer
+    best.offer = lambda *a: (offered.append(offer(*a)), offered[-1])[1]  # type: ignore[method-assign]
+    refit_and_descend(best, w, h, 6, keep)
+    assert any(0 < int(better.sum()) < n for better in offered[0::2])
+    assert bool((best.error < before).all())
+    torch.testing.assert_close(
+        best.error, output_errors(best.values - w, h), rtol=1e-4, atol=1e-6 * float(before.max())
+    )
+    torch.testing.assert_close(best.grid.values(best.codes), best.values)
+    if keep is not None:
+        assert not best.values[~keep].any()
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
